@@ -1,4 +1,4 @@
-"""Calls of tools with random schemas by a model with random weights: each call is valid."""
+"""Calls of tools with random schemas by a model with random weights: calls and formatted answers are valid."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.fakes.harmony_tokenizer import write_harmony_tokenizer
-from tests.fakes.random_tools import check_call, strict_call
+from tests.fakes.random_tools import check_call, check_turn, strict_call, typed_turn
 from tests.fakes.stack import Stack
 from tests.tiny_models import add_reasoning, build_model
 
@@ -43,6 +43,35 @@ def test_every_call_of_a_strict_tool_is_valid(
     with Stack(tiny_model("qwen3"), tmp_path, *FLAGS) as stack, ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         numbers = list(pool.map(lambda seed: num_calls(stack, seed), range(num_requests)))
     assert numbers == [1] * num_requests
+
+
+def kind_of_turn(stack: Stack, seed: int) -> str:
+    """Whether a request with tools and a format calls or answers; "" if its output was cut. Streams say the same."""
+    body = typed_turn(stack.model, seed)
+    answer = stack.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, (seed, answer.text)
+    (choice,) = answer.json()["choices"]
+    message, content, arguments = choice["message"], "", ""
+    with stack.http.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as events:
+        for line in events.iter_lines():
+            if line.startswith("data: {"):
+                delta = json.loads(line.removeprefix("data: "))["choices"][0]["delta"]
+                content += delta.get("content") or ""
+                arguments += "".join(each["function"].get("arguments", "") for each in delta.get("tool_calls") or [])
+    assert content == (message["content"] or "")
+    assert arguments == "".join(call["function"]["arguments"] for call in message.get("tool_calls") or [])
+    return "" if choice["finish_reason"] == "length" else check_turn(body, message)
+
+
+@pytest.mark.parametrize("parser", ["hermes", "llama3_json"])
+@pytest.mark.parametrize("num_requests", [16, pytest.param(500, marks=pytest.mark.slow)])
+def test_a_turn_with_a_format_is_valid_calls_or_a_valid_answer(
+    tiny_model: Callable[[str], Path], tmp_path: Path, num_requests: int, parser: str
+) -> None:
+    with Stack(tiny_model("qwen3"), tmp_path, *FLAGS[:-1], parser) as stack, ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        kinds = list(pool.map(lambda seed: kind_of_turn(stack, seed), range(num_requests)))
+        stack.wait_until_clean()
+    assert kinds.count("calls") > num_requests // 8 and kinds.count("text") > num_requests // 8, kinds
 
 
 def test_strict_calls_follow_reasoning_with_a_budget(tmp_path: Path) -> None:

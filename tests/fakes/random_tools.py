@@ -1,4 +1,4 @@
-"""Requests that must call one of some strict tools with random schemas."""
+"""Requests with random tools: that must call one, or that may also give an answer of a random format."""
 
 from __future__ import annotations
 
@@ -37,6 +37,31 @@ def strict_call(model: str, seed: int) -> dict[str, Any]:
         "temperature": 1,
         "seed": seed,
     }
+
+
+def typed_turn(model: str, seed: int) -> dict[str, Any]:
+    """The body of a chat completion that calls one of its tools, of which some are strict, or answers in a format."""
+    body, rng = strict_call(model, seed), random.Random(-seed)
+    for tool in body["tools"]:
+        tool["function"]["strict"] = rng.random() < 0.5
+    schema = {**random_parameters(rng), "type": "object"}
+    described = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    more = {"tool_choice": "auto", "response_format": described, "guided_whitespace_pattern": ""}
+    return body | more
+
+
+def check_turn(body: dict[str, Any], message: dict[str, Any]) -> str:
+    """Returns "calls" or "text". Raises as `check_call` does, unless all of the message is valid."""
+    strict = {tool["function"]["name"] for tool in body["tools"] if tool["function"]["strict"]}
+    for call in message.get("tool_calls") or []:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        assert isinstance(json.loads(arguments), dict) and not message["content"]
+        if name in strict:
+            check_call(body, name, arguments)
+    if message.get("tool_calls"):
+        return "calls"
+    jsonschema.validate(json.loads(message["content"]), body["response_format"]["json_schema"]["schema"])
+    return "text"
 
 
 def check_call(body: dict[str, Any], name: str, arguments: str) -> None:

@@ -4,9 +4,10 @@
 `any_text`, `sequence`, `or`, `tag`, `triggered_tags`, `tags_with_separator` and `token`. Free text ends at the first
 place where what follows it stands.
 
-`begin`, `end` and triggers are strings, or the format `{"type": "token", "token": ID}` for a special token, which no
-text matches. If it has a `text`, free text ends before this text as well as before the token. A tag with
-`"lazy_begin": true` is taken as soon as its `begin` is there, even if free text may stand there too.
+A `json_schema` may have its own `whitespace`. `begin`, `end` and triggers are strings, or the format `{"type": "token",
+"token": ID}` for a special token, which no text matches. If it has a `text`, free text ends before this text as well as
+before the token. A tag with `"lazy_begin": true` is taken as soon as its `begin` is there, even if free text may stand
+there too.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class _Written:
             case {"type": "const_string", "value": str() as value}:
                 return _joined(_quoted(value), _quoted(end))
             case {"type": "json_schema", "json_schema": dict() | bool() as schema}:
-                return _joined(self._json(schema), _quoted(end))
+                return _joined(self._json(schema, tag_format.get("whitespace", self._whitespace)), _quoted(end))
             case {"type": "token"}:
                 return _joined(_quoted(tag_format), _quoted(end))
             case {"type": "regex", "pattern": str() as pattern}:
@@ -112,11 +113,13 @@ class _Written:
         kind = tag_format.get("type")
         raise GrammarError(f"the format {kind!r} of a structural tag is malformed, or not supported")
 
-    def _json(self, schema: dict[str, Any] | bool) -> str:
+    def _json(self, schema: dict[str, Any] | bool, whitespace: Any) -> str:
+        if not isinstance(whitespace, str | None):
+            raise GrammarError("the whitespace of a JSON schema in a structural tag must be a string")
         if self._rewrites and isinstance(schema, dict):
             schema = _rewritten(schema)
-        if self._whitespace is not None and schema is not False:
-            schema = ({} if schema is True else schema) | {"x-guidance": {"whitespace_pattern": self._whitespace}}
+        if whitespace is not None and schema is not False:
+            schema = ({} if schema is True else schema) | {"x-guidance": {"whitespace_pattern": whitespace}}
         return f"%json {json.dumps(schema if schema is not True else {})}"
 
     def _tag(self, tag: Any, trigger: Marker, depth: int) -> str:

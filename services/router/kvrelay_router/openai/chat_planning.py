@@ -1,7 +1,7 @@
 """Plans a conversation's next turn. Every API with conversations uses it.
 
-The output has a grammar if it must call tools, if its calls must follow strict tools' schemas, or if the answer that a
-request constrains is one message among others.
+The output has a grammar if it must call tools, if its calls must follow strict tools' schemas, if it is calls or a text
+that the request constrains, or if the answer that a request constrains is one message among others.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ def _parse(service: ApiService, request: ChatRequest, run: PromptRun, prompt: To
     dialect, inside = service.text.dialect, prompt.begins_inside
     if request.joins_reasoning:
         dialect = dialect.without_reasoning or dialect
+    elif request.is_calls_or_format:
+        dialect = dialect.beside_format
     prompt_end = service.text.prompt_end(prompt.token_ids)
     for choice in run.choices:
         parsed = ParsedText(
@@ -161,27 +163,35 @@ MAX_GRAMMAR_TOOLS = 100
 
 def check_tool_grammar(service: ApiService, request: ChatRequest) -> None:
     """Raises ApiError for calls that cannot be constrained, or not together with the request's other fields."""
-    if not request.constrains_calls:
+    if not request.constrains_calls and not request.is_calls_or_format:
         return
     if service.text.dialect.call_grammar(_markers(service), begins_inside=False) is None:
         if request.choice.mode == "required" or request.choice.names is not None:
             raise wrong("tool_choice", "for this model only 'auto' and 'none' are supported", "unsupported_parameter")
+        if request.is_calls_or_format:
+            reason = (
+                "this model's calls have no grammar, so its output cannot be calls or follow a format; leave it out"
+            )
+            raise wrong(request.grammar_param, f"{reason}, or set 'tool_choice' to \"none\"", "unsupported_parameter")
         return
-    if request.grammar is not None:
+    if request.grammar is not None and request.grammar.kind is GrammarKind.STRUCTURAL_TAG:
         what = "a required call" if request.choice.mode == "required" else "calls of allowed or strict tools"
-        raise wrong(request.grammar_param, f"the output cannot follow {what} and another constraint")
+        raise wrong(request.grammar_param, f"the output cannot follow {what} and a structural tag")
     if request.use_beam_search:
         raise wrong("use_beam_search", "the output of a beam search cannot be constrained to calls")
     if len(request.callable_tools) > MAX_GRAMMAR_TOOLS:
-        reason = f"at most {MAX_GRAMMAR_TOOLS} may be called if one must be, if only some may, or if one is strict"
-        raise wrong("tools", reason)
+        reason = "may be called if one must be, if only some may, if one is strict, or beside an output format"
+        raise wrong("tools", f"at most {MAX_GRAMMAR_TOOLS} {reason}")
 
 
 async def chat_grammar(service: ApiService, request: ChatRequest, *, begins_inside: bool) -> Grammar | None:
     """The grammar of the whole output, if it is another one than the request's. Raises 400 if it cannot be followed."""
-    if request.grammar is not None:
-        return await _answer_grammar(service, request, request.grammar, begins_inside=begins_inside)
-    if not request.constrains_calls:
+    given, is_required = request.grammar, request.choice.mode == "required"
+    # Behind the beginning of a message in a channel no call can stand.
+    is_answer = request.continue_final_message and service.text.dialect.has_channels and not is_required
+    if given is not None and (is_answer or not (is_required or request.is_calls_or_format)):
+        return await _answer_grammar(service, request, given, begins_inside=begins_inside)
+    if given is None and not request.constrains_calls:
         return None
     return await _tool_grammar(service, request, begins_inside=begins_inside)
 
@@ -202,7 +212,8 @@ async def _answer_grammar(
 
 
 async def _tool_grammar(service: ApiService, request: ChatRequest, *, begins_inside: bool) -> Grammar | None:
-    """Begins behind the reasoning if workers know where that ends."""
+    """Of calls; beside a format of calls or a text, of which each output is one. Begins behind the reasoning if workers
+    know where that ends."""
     follows_reasoning = service.text.can_limit_reasoning
     calls = service.text.dialect.call_grammar(
         _markers(service), begins_inside=begins_inside, follows_reasoning=follows_reasoning
@@ -211,18 +222,28 @@ async def _tool_grammar(service: ApiService, request: ChatRequest, *, begins_ins
         return None
     tools, is_required = request.callable_tools, request.choice.mode == "required"
     is_parallel = request.parallel_tool_calls
+    given = request.grammar if request.is_calls_or_format else None
     try:
-        tag_format = calls.required(tools, is_parallel=is_parallel) if is_required else calls.allowed(tools)
+        if is_required:
+            tag_format = calls.required(tools, is_parallel=is_parallel)
+        elif given is None:
+            tag_format = calls.allowed(tools)
+        else:
+            tag_format = calls.or_text(format_of(given), tools, is_parallel=is_parallel)
     except Unconstrainable as error:
         raise wrong("tools", f"calls cannot be constrained to them: {error}") from None
-    grammar = _grammar(tag_format)
+    grammar = _grammar(tag_format, WHITESPACE if given is None else given.whitespace)
     num_bytes = len(grammar.text.encode())
     if num_bytes > MAX_GRAMMAR_BYTES:
-        raise wrong("tools", f"their grammar has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
+        what = "their grammar" if given is None else f"their grammar and that of '{request.grammar_param}'"
+        raise wrong("tools", f"{what} has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
     try:
         await service.text.grammars.check(grammar)
     except GrammarError as error:
         await _check_each(service, calls, [tool for tool in tools if is_required or tool.is_strict])
+        if given is not None:
+            reason = "it cannot be followed beside these tools, or its texts cannot be told from calls"
+            raise wrong(request.grammar_param, f"{reason}: {error}") from None
         raise wrong("tools", f"calls cannot be constrained to them: {error}") from None
     return grammar
 

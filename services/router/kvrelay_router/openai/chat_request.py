@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import orjson
 from pydantic import BeforeValidator, Field, SkipValidation
 
+from kvrelay.protocol.sampling import GrammarKind
 from kvrelay.text.chat_template import RESERVED_NAMES, Message
 from kvrelay.text.request.api_error import ApiError, wrong
 from kvrelay.text.request.generation_fields import GenerationFields
@@ -235,6 +236,13 @@ class ChatRequest(ChatFields, GenerationFields):
     separate_reasoning: FlagOn = True
     echo: Flag = False
     thinking_token_budget: Annotated[Annotated[int, Field(ge=0, lt=2**31)] | None, BeforeValidator(_budget)] = None
+
+    @property
+    def is_calls_or_format(self) -> bool:
+        """The output is calls, or a text that follows the request's grammar. A structural tag, which may describe calls
+        itself, is of the whole output."""
+        has_format = self.grammar is not None and self.grammar.kind is not GrammarKind.STRUCTURAL_TAG
+        return has_format and self.choice.mode == "auto" and bool(self.callable_tools)
 
     @property
     def joins_reasoning(self) -> bool:

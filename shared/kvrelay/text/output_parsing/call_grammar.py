@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -63,7 +64,8 @@ def tag(begin: Marker, content: Format, end: Marker) -> Format:
 
 
 def json_value(schema: dict[str, Any]) -> Format:
-    return {"type": "json_schema", "json_schema": schema}
+    """A value in the arguments of a call."""
+    return {"type": "json_schema", "json_schema": schema, "whitespace": WHITESPACE}
 
 
 def json_arguments(tool: Tool, *, is_strict: bool) -> Format:
@@ -78,7 +80,7 @@ def format_of(grammar: Grammar) -> Format:
     """The grammar must have been compiled, so it is well-formed. Whitespace is set for the whole tag."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            return json_value(json.loads(grammar.text))
+            return {"type": "json_schema", "json_schema": json.loads(grammar.text)}
         case GrammarKind.REGEX:
             return {"type": "regex", "pattern": grammar.text}
         case GrammarKind.CHOICE:
@@ -91,12 +93,17 @@ def format_of(grammar: Grammar) -> Format:
             return tag_format
 
 
+GAP = either([text("\n" * count) for count in range(3)])
+"""Behind the reasoning."""
+
+
 class CallSyntax(msgspec.Struct, frozen=True, kw_only=True):
     """How a family writes calls: each is `begin`, what `content` returns for the tool, and `end`, and several have
     `separator` between them. `content` also gets whether the call must follow the tool's schema.
 
     `around`: pairs of markers around all calls, the outer ones first. `starts_output`: calls are only at the
     beginning of an output; then its first characters, which are `begin` or the first of `around`, are no free text.
+    `bare_keys`: calls are JSON without a marker, objects with the name and the arguments at these keys.
     """
 
     begin: str
@@ -105,6 +112,27 @@ class CallSyntax(msgspec.Struct, frozen=True, kw_only=True):
     separator: str
     around: tuple[tuple[str, str], ...] = ()
     starts_output: str = ""
+    bare_keys: tuple[str, str] | None = None
+
+    def openings(self, tools: Sequence[Tool]) -> tuple[str, ...]:
+        """With what outputs of calls begin. Calls without a marker are told by the tool's name."""
+        if not self.starts_output:
+            return (self.around[0][0] if self.around else self.begin,)
+        if self.bare_keys is not None:
+            name, arguments = map(json.dumps, self.bare_keys)
+            return tuple(f"{{{name}: {json.dumps(tool.name)}, {arguments}: " for tool in tools)
+        begin = "".join([begin for begin, _ in self.around]) + self.begin
+        return tuple(begin + _first_text(self.content(tool, tool.is_strict, str)) for tool in tools)
+
+
+def _first_text(content: Format) -> str:
+    """The constant text that a format begins with."""
+    match content:
+        case {"type": "const_string", "value": str() as value}:
+            return value
+        case {"type": "sequence", "elements": [*elements]}:
+            return "".join(map(_first_text, takewhile(lambda each: each["type"] == "const_string", elements)))
+    return ""
 
 
 class Thinking(msgspec.Struct, frozen=True):
@@ -127,11 +155,19 @@ class MarkedCallGrammar(msgspec.Struct, frozen=True, kw_only=True):
     def required(self, tools: Sequence[Tool], *, is_parallel: bool) -> Format:
         """The output is a call of these tools, or several if they may be parallel, behind the reasoning if there is
         any. All follow their schemas."""
-        calls = self._calls(tools, all_strict=True, is_parallel=is_parallel)
-        gap = either([text("\n" * count) for count in range(3)])
-        if self.thinking is None:
-            return sequence(gap, calls) if self.follows_reasoning else calls
-        return sequence(self._optional(sequence(self._reasoning(self.thinking), gap)), calls)
+        return self._behind_reasoning(self._calls(tools, all_strict=True, is_parallel=is_parallel), GAP)
+
+    def or_text(self, content: Format, tools: Sequence[Tool], *, is_parallel: bool) -> Format:
+        """The output is calls, of which those of strict tools follow their schemas, or a text with this content. If
+        calls are JSON without a marker, JSON with their keys is no such text."""
+        is_json, keys = content["type"] == "json_schema", self.syntax.bare_keys
+        calls = self._calls(tools, all_strict=False, is_parallel=is_parallel)
+        if is_json and keys is not None:
+            calls["tags"] = [tag("", either([_bare_call(tool, keys) for tool in tools]), "")]
+            content = {**content, "json_schema": _without_both(content["json_schema"], keys)}
+        # Without reasoning the gap is a part of the text, in which JSON may have it.
+        has_gap = is_json or self.thinking is not None
+        return self._behind_reasoning(either([calls, content]), GAP if has_gap else NOTHING)
 
     def allowed(self, tools: Sequence[Tool]) -> Format:
         """The output is free text in which calls may stand. Those of strict tools follow their schemas."""
@@ -139,6 +175,11 @@ class MarkedCallGrammar(msgspec.Struct, frozen=True, kw_only=True):
         if self.thinking is None:
             return output
         return sequence(self._optional(self._reasoning(self.thinking)), output)
+
+    def _behind_reasoning(self, output: Format, gap: Format) -> Format:
+        if self.thinking is None:
+            return sequence(gap, output) if self.follows_reasoning else output
+        return sequence(self._optional(sequence(self._reasoning(self.thinking), gap)), output)
 
     def _text_with_calls(self, tools: Sequence[Tool]) -> Format:
         if self.syntax.starts_output:
@@ -174,6 +215,53 @@ class MarkedCallGrammar(msgspec.Struct, frozen=True, kw_only=True):
     def _optional(self, reasoning: Format) -> Format:
         is_open = self.thinking is not None and self.thinking.is_open
         return reasoning if is_open else either([reasoning, NOTHING])
+
+
+def _bare_call(tool: Tool, keys: tuple[str, str]) -> Format:
+    """A call that is JSON without a marker. Its whitespace is that of the format: the library's lexer cannot follow
+    two kinds of whitespace at once."""
+    name, arguments = keys
+    written = json_arguments(tool, is_strict=tool.is_strict)["json_schema"]
+    properties = {name: {"const": tool.name}, arguments: _moved(written, f"#/properties/{arguments}")}
+    schema = {"type": "object", "properties": properties, "required": [*keys], "additionalProperties": False}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """The schema as a part of another one, at this place."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: _moved(each, place) for name, each in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = place + reference[1:]
+    return moved
+
+
+def _without_both(schema: Any, keys: tuple[str, str]) -> Any:
+    """The schema without objects that have both keys."""
+    if not _allows_both(schema, schema, keys, 0):
+        return schema
+    others = {"anyOf": [{"properties": {key: False}} for key in keys]}
+    given = {} if schema is True else schema
+    return {**given, "allOf": [*given.get("allOf", []), others]}
+
+
+def _allows_both(schema: Any, root: Any, keys: tuple[str, str], depth: int) -> bool:
+    """False only if none of the schema's values is an object with both keys."""
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
+        return schema is not False
+    types = schema.get("type", "object")
+    if types != "object" and "object" not in types:
+        return False
+    if schema.get("additionalProperties") is False and "patternProperties" not in schema:
+        return set(keys) <= set(schema.get("properties", ()))
+    for keyword in ("anyOf", "oneOf"):
+        if keyword in schema:
+            return any(_allows_both(each, root, keys, depth + 1) for each in schema[keyword])
+    return "$ref" not in schema or _allows_both(resolve(schema["$ref"], root), root, keys, depth + 1)
 
 
 class Parameter(msgspec.Struct, frozen=True):

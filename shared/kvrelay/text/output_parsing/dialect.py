@@ -11,7 +11,14 @@ import msgspec
 from kvrelay.protocol.sampling import ReasoningChannels, ReasoningSpan
 from kvrelay.text.output_parsing import harmony
 from kvrelay.text.output_parsing.call_grammar import Format, MarkedCallGrammar, MarkerOf, Thinking
-from kvrelay.text.output_parsing.events import Event, OutputParser, PlainParser, ReasoningText, Tool
+from kvrelay.text.output_parsing.events import (
+    CallsOrTextParser,
+    Event,
+    OutputParser,
+    PlainParser,
+    ReasoningText,
+    Tool,
+)
 from kvrelay.text.output_parsing.formats import (
     OTHER_NAMES,
     SUFFIX,
@@ -180,6 +187,11 @@ class Dialect:
         """The same formats with reasoning and its markers as content. None if reasoning is a message of its own."""
         return None
 
+    @property
+    def beside_format(self) -> Dialect:
+        """The same formats, for outputs that are calls or a text, and not both."""
+        return self
+
     def is_opened_by(self, prompt: str) -> bool:
         """Returns whether the end of this prompt opens the reasoning."""
         return False
@@ -233,6 +245,17 @@ class MarkedDialect(Dialect):
     @property
     def without_reasoning(self) -> Dialect:
         return MarkedDialect(self.tools)
+
+    @property
+    def beside_format(self) -> Dialect:
+        tools = self.tools
+        if tools is None or (syntax := tools.syntax) is None:
+            return self
+
+        def new_parser(called: Sequence[Tool]) -> OutputParser:
+            return CallsOrTextParser(tools.new_parser(called), syntax.openings(called))
+
+        return MarkedDialect(msgspec.structs.replace(tools, new_parser=new_parser), self.reasoning)
 
     def is_closed_by(self, prompt: str) -> bool:
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -69,3 +70,38 @@ class PlainParser:
 
     def finish(self) -> list[Event]:
         return []
+
+
+MAX_OPENING_CHARS = 1024
+"""After so many characters an output that could still begin with a call is a text."""
+
+
+class CallsOrTextParser:
+    """An output beside a format: all of it is for the parser of `calls` if it begins with one of `openings`, with any
+    whitespace, else all of it is content, whatever it quotes."""
+
+    def __init__(self, calls: OutputParser, openings: Sequence[str]) -> None:
+        self._calls, self._openings = calls, tuple(map(_without_spaces, openings))
+        self._chosen: OutputParser | None = None
+        self._held = ""
+
+    def feed(self, text: str) -> list[Event]:
+        if self._chosen is None:
+            self._held += text
+            begun = _without_spaces(self._held[:MAX_OPENING_CHARS])
+            if begun.startswith(self._openings):
+                self._chosen = self._calls
+            elif len(self._held) < MAX_OPENING_CHARS and any(each.startswith(begun) for each in self._openings):
+                return []
+            else:
+                self._chosen = PlainParser()
+            text, self._held = self._held, ""
+        return self._chosen.feed(text)
+
+    def finish(self) -> list[Event]:
+        chosen = self._chosen or PlainParser()
+        return [*chosen.feed(self._held), *chosen.finish()]
+
+
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())

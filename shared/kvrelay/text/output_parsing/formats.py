@@ -13,10 +13,12 @@ import msgspec
 from kvrelay.text.output_parsing import pythonic
 from kvrelay.text.output_parsing.call_grammar import (
     ANY_TEXT,
+    NOTHING,
     CallSyntax,
     Format,
     MarkerOf,
     bare_value,
+    either,
     json_arguments,
     json_value,
     marked,
@@ -88,12 +90,21 @@ def _kimi_call(tool: Tool, is_strict: bool, marker_of: MarkerOf) -> Format:
     return sequence(*head, arguments)
 
 
+_NAME: Format = {"type": "regex", "pattern": "[^<>\\n]{1,128}"}
+"""Of an argument of a tool whose schema is not followed."""
+
+
+def _any_number(argument: Format) -> Format:
+    return {"type": "tags_with_separator", "tags": [argument], "separator": ""}
+
+
 def _qwen3_coder_call(tool: Tool, is_strict: bool, marker_of: MarkerOf) -> Format:
     begin, end = f"\n{Qwen3CoderParser.function}{tool.name}>\n", Qwen3CoderParser.parameter_end
-    if not is_strict:
-        return sequence(text(begin), ANY_TEXT)
     arguments: list[Format] = []
-    for parameter in parameters_of(tool):
+    if not is_strict:
+        value = tag(">\n", ANY_TEXT, end)
+        arguments.append(_any_number(tag(Qwen3CoderParser.parameter, sequence(_NAME, value), "\n")))
+    for parameter in parameters_of(tool) if is_strict else ():
         value = bare_value(tool, parameter, end, "<\n") or json_value(parameter.schema)
         closing = end if value == ANY_TEXT else f"\n{end}"  # free text writes its line break itself
         written = tag(f"{Qwen3CoderParser.parameter}{parameter.name}>\n", value, closing)
@@ -102,11 +113,13 @@ def _qwen3_coder_call(tool: Tool, is_strict: bool, marker_of: MarkerOf) -> Forma
 
 
 def _glm45_call(tool: Tool, is_strict: bool, marker_of: MarkerOf) -> Format:
-    if not is_strict:
-        return sequence(text(f"{tool.name}\n"), ANY_TEXT)
     key, key_end, begin, end = map(marker_of, _GLM45_MARKERS[2:])
     arguments: list[Format] = []
-    for parameter in parameters_of(tool):
+    if not is_strict:
+        line = either([text("\n"), NOTHING])
+        value = sequence(marked(key_end), line, tag(begin, ANY_TEXT, end), line)
+        arguments.append(_any_number(tag(key, sequence(_NAME, value), "")))
+    for parameter in parameters_of(tool) if is_strict else ():
         value = bare_value(tool, parameter, Glm45Parser.value_end, "<") or json_value(parameter.schema)
         name = marked(key), text(parameter.name), marked(key_end), text("\n")
         arguments.append(optional(parameter, sequence(*name, tag(begin, value, end), text("\n"))))
@@ -209,7 +222,14 @@ TOOL_FORMATS = (
         new_parser=Llama3JsonParser,
         markers=(Llama3JsonParser.tag,),
         signs=(("<|start_header_id|>", '"parameters": '), ("<|header_start|>", '"parameters": ')),
-        syntax=CallSyntax(begin="{", content=_json_call("parameters", ""), end="", separator="; ", starts_output="{"),
+        syntax=CallSyntax(
+            begin="{",
+            content=_json_call("parameters", ""),
+            end="",
+            separator="; ",
+            starts_output="{",
+            bare_keys=("name", "parameters"),
+        ),
     ),
 )
 """If a template shows several, the first one counts."""

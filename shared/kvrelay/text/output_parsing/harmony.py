@@ -158,6 +158,9 @@ class HarmonyCallGrammar(msgspec.Struct, frozen=True, kw_only=True):
         final = either([self._final(ANY_TEXT), self._call(tools, all_strict=False)])
         return sequence(self._reasoning(), preamble, final)
 
+    def or_text(self, content: Format, tools: Sequence[Tool], *, is_parallel: bool) -> Format:
+        return sequence(self._reasoning(), either([self._final(content), self._call(tools, all_strict=False)]))
+
     def answer(self, content: Format) -> Format:
         """The output is an answer with this content, and no call."""
         return sequence(self._reasoning(), self._final(content))

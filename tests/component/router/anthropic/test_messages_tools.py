@@ -95,7 +95,6 @@ async def test_thoughts_are_hidden_unless_they_were_asked_for(router: Router) ->
         ({"tools": None, "tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [], "tool_choice": {"type": "tool", "name": "weather"}}, "tool_choice"),
         ({"tools": {}}, "list"),
-        ({"tool_choice": {"type": "any"}, "output_config": {"format": FORMAT}}, "output_config.format"),
         ({"output_config": {"format": {**FORMAT, "schema": {"type": "otter"}}}}, "otter"),
         ({"tools": [{"input_schema": {"type": "object"}}]}, "tools.0"),
         ({"tools": [{**TOOL, "input_schema": {"type": "object", "properties": {"a": 1}}}]}, "'a'"),

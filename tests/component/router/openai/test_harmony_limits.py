@@ -137,6 +137,18 @@ async def test_required_calls_have_a_budget_too(router: Router) -> None:
     assert allows(sampling.grammar, f"{ANALYSIS}Hm{NEXT}{call}") and not allows(sampling.grammar, f"{FINAL}No.")
 
 
+async def test_tools_beside_a_format(router: Router) -> None:
+    call = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>" + json.dumps({"city": "a"})
+    fields: dict[str, Any] = {"tools": [TOOL], "response_format": JSON_SCHEMA}
+    grammar = (await sampling_of(router, **fields)).grammar
+    for text in (call, f'{FINAL}{{"legs": 4}}'):
+        assert allows(grammar, text) and allows(grammar, f"{ANALYSIS}Hm{NEXT}{text}")
+    assert not allows(grammar, f"{FINAL}It has four.") and not allows(grammar, f'{FINAL}{{"legs": 4}}{NEXT}{call}')
+    more: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
+    continued = await sampling_of(router, messages=[*HELLO, {"role": "assistant", "content": "{"}], **fields, **more)
+    assert continued.grammar is not None and continued.grammar.text == json.dumps(SCHEMA, separators=(",", ":"))
+
+
 async def test_errors_name_the_field_of_the_constraint(router: Router) -> None:
     bad = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "string", "pattern": "("}}}
     answer = await router.post(CHAT, messages=HELLO, response_format=bad)

@@ -19,6 +19,7 @@ NO_SUCH = {"$ref": "#/$defs/missing"}
 BROKEN: Any = {"type": "function", "function": {"name": "broken", "parameters": {"properties": {"a": NO_SUCH}}}}
 ALLOWED: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
 BROKEN_CHOICE = {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": [NAMED]}}
+TAG: Any = {"format": {"type": "const_string", "value": "a"}}
 STRICT: Any = {"type": "function", "function": {**TOOL["function"], "strict": True}}
 
 
@@ -145,10 +146,10 @@ async def test_a_required_call_that_is_cut_before_its_name_is_no_content(
     [
         ({"tools": [TOOL, BROKEN], "tool_choice": "required"}, "tools", "'broken'"),
         ({"tools": [TOOL, {**BROKEN, "function": {**BROKEN["function"], "strict": True}}]}, "tools", "'broken'"),
-        ({"response_format": {"type": "json_object"}, "tool_choice": "required"}, "response_format", "required call"),
-        ({"structured_outputs": {"regex": "a"}, "tool_choice": NAMED}, "structured_outputs", "required call"),
-        ({"tools": [STRICT], "guided_regex": "a"}, "guided_regex", "strict"),
-        ({"tool_choice": ALLOWED, "guided_regex": "a"}, "guided_regex", "allowed"),
+        ({"structural_tag": TAG, "tool_choice": "required"}, "structural_tag", "required call and a structural tag"),
+        ({"tools": [STRICT], "structural_tag": TAG}, "structural_tag", "strict tools and a structural tag"),
+        ({"guided_regex": "a", "tools": [{"function": {"name": f"f{n}"}} for n in range(101)]}, "tools", "at most 100"),
+        ({"tools": [STRICT], "guided_regex": "a" * 131_000}, "tools", "at most 131072"),
         ({"tool_choice": BROKEN_CHOICE}, "tool_choice", "mode"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "allowed_tools"),
         ({"tool_choice": {**ALLOWED, "allowed_tools": {"mode": "auto", "tools": []}}}, "tool_choice", "1 to 1024"),

@@ -50,7 +50,14 @@ async def test_calls_and_reasoning_whole_and_streamed(router: Router, split: int
     assert whole.message.model_dump()["reasoning_content"] == "Hm 🦦"
 
 
-@pytest.mark.parametrize(("field", "value"), [("tool_choice", "required"), ("thinking_token_budget", 4)])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tool_choice", "required"),
+        ("thinking_token_budget", 4),
+        ("response_format", {"type": "json_object"}),  # no grammar could write a call beside it
+    ],
+)
 async def test_what_it_cannot_do_is_refused(router: Router, field: str, value: Any) -> None:
     answer = await router.post("/v1/chat/completions", messages=HELLO, tools=[TOOL], **{field: value})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)

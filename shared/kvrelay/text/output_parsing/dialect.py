@@ -21,8 +21,10 @@ from kvrelay.text.output_parsing.events import (
 )
 from kvrelay.text.output_parsing.formats import (
     OTHER_NAMES,
+    REASONING_FORMATS,
     SUFFIX,
     TOOL_FORMATS,
+    ReasoningFormat,
     ToolFormat,
     load_tool_format,
 )
@@ -47,25 +49,6 @@ Encode = Callable[[str], list[int]]
 
 class UnknownParser(ValueError):
     """No parser has this name."""
-
-
-class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """Reasoning is text between two markers, before the content. `is_implied`: also without the first one, unless the
-    prompt has ended the reasoning."""
-
-    name: str
-    begin: str
-    end: str
-    signs: tuple[tuple[str, ...], ...]
-    foreign_signs: tuple[str, ...] = ()
-    is_implied: bool = False
-
-
-REASONING_FORMATS = (
-    ReasoningFormat(name="think", begin="<think>", end="</think>", signs=(("</think>",),)),
-    ReasoningFormat(name="mistral", begin="[THINK]", end="[/THINK]", signs=(("[THINK]",),)),
-    ReasoningFormat(name="deepseek_r1", begin="<think>", end="</think>", signs=(), is_implied=True),
-)
 
 
 class ThinkingParser(TextParser):

@@ -1,4 +1,4 @@
-"""The formats in which models write calls."""
+"""The formats in which models write calls and reasoning."""
 
 from __future__ import annotations
 
@@ -233,6 +233,25 @@ TOOL_FORMATS = (
     ),
 )
 """If a template shows several, the first one counts."""
+
+
+class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """Reasoning is text between two markers, before the content. `is_implied`: also without the first one, unless the
+    prompt has ended the reasoning."""
+
+    name: str
+    begin: str
+    end: str
+    signs: tuple[tuple[str, ...], ...]
+    foreign_signs: tuple[str, ...] = ()
+    is_implied: bool = False
+
+
+REASONING_FORMATS = (
+    ReasoningFormat(name="think", begin="<think>", end="</think>", signs=(("</think>",),)),
+    ReasoningFormat(name="mistral", begin="[THINK]", end="[/THINK]", signs=(("[THINK]",),)),
+    ReasoningFormat(name="deepseek_r1", begin="<think>", end="</think>", signs=(), is_implied=True),
+)
 
 OTHER_NAMES: dict[str, tuple[str | None, str | None]] = {
     "deepseek_r1": (None, "deepseek_r1"),

@@ -15,9 +15,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from kvrelay.grammar.exact_numbers import ExactSchema, exact_schema, may_be_rounded
 from kvrelay.grammar.grammar_compiler import GrammarError, TokenMask, address_of, allow_only
 from kvrelay.grammar.schema_rewrite import rewritten
-from kvrelay.grammar.structural_tag import lark_of_grammar, lark_of_regex, shortened, structural_tag_to_lark
+from kvrelay.grammar.structural_tag import (
+    DEFAULT_WHITESPACE,
+    lark_grammar,
+    lark_of_grammar,
+    lark_of_regex,
+    shortened,
+    structural_tag_to_lark,
+)
 from kvrelay.protocol.sampling import Grammar, GrammarKind
 
 if TYPE_CHECKING:
@@ -199,11 +207,12 @@ def _in_words(reason: str) -> str:
 
 def _notation(grammar: Grammar, rewrites: bool) -> str:
     """The grammar in the library's notation. Raises GrammarError."""
+    whitespace = DEFAULT_WHITESPACE if grammar.whitespace is None else grammar.whitespace
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            return _of_json_schema(grammar, rewrites)
+            return _of_json_schema(grammar, whitespace, rewrites)
         case GrammarKind.STRUCTURAL_TAG:
-            return structural_tag_to_lark(grammar.text, grammar.whitespace, rewrites=rewrites)
+            return structural_tag_to_lark(grammar.text, whitespace, rewrites=rewrites)
         case GrammarKind.REGEX:
             return str(LLMatcher.grammar_from_regex(lark_of_regex(grammar.text)))
         case GrammarKind.CHOICE:
@@ -214,15 +223,25 @@ def _notation(grammar: Grammar, rewrites: bool) -> str:
             return str(LLMatcher.grammar_from_lark(lark_of_grammar(grammar.text, "the grammar")))
 
 
-def _of_json_schema(grammar: Grammar, rewrites: bool) -> str:
+def _of_json_schema(grammar: Grammar, whitespace: str, rewrites: bool) -> str:
     if grammar.text.strip() == "false":
         raise GrammarError(NO_OUTPUT)
-    options: JsonCompileOptions = {"whitespace_flexible": True}
-    if grammar.whitespace is not None:
-        options = {"whitespace_pattern": grammar.whitespace}
+    options: JsonCompileOptions = {"whitespace_pattern": whitespace}
     text = (rewritten(grammar.text) if rewrites else None) or grammar.text
+    if (exact := _exact(text, whitespace)) is not None:
+        return lark_grammar(exact.start, exact.rules)
     try:
         text = "{}" if text.strip() == "true" else text  # the library takes no schemas but objects
         return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
     except ValueError as error:
         raise GrammarError(_in_words(f"the schema is no JSON: {error}")) from None
+
+
+def _exact(text: str, whitespace: str) -> ExactSchema | None:
+    if not may_be_rounded(text):
+        return None
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        return None  # the library says what is wrong
+    return exact_schema(schema, whitespace, "exact")

@@ -181,15 +181,17 @@ def _shapes(schema: Any, root: Any, depth: int) -> Iterator[Schema]:
     if not isinstance(schema, dict) or depth > MAX_NEGATED_DEPTH:
         return
     if "$ref" in schema:
-        yield from _shapes(_referred(schema["$ref"], root), root, depth + 1)
+        yield from _shapes(referred(schema["$ref"], root), root, depth + 1)
         return
     yield schema
     for part in _listed(schema, "allOf"):
         yield from _shapes(part, root, depth + 1)
 
 
-def _referred(reference: Any, root: Any) -> Any:
+def referred(reference: Any, root: Any) -> Any:
     """The schema that a JSON pointer into the document names; None if it is no such pointer, or has another base."""
+    if reference == "#":
+        return root
     if not isinstance(reference, str) or not reference.startswith("#/") or "%" in reference:
         return None
     found = root
@@ -329,3 +331,85 @@ def _formatted(schema: Schema) -> list[Any]:
         del schema["format"]
         return [{"pattern": FORMAT_PATTERNS[name]}]
     return []
+
+
+_IN_PLACE = ("allOf", "anyOf", "oneOf", "if", "then", "else", "not", "dependentSchemas", "dependencies")
+
+
+def closed(schema: Any) -> Any:
+    """The schema with no properties but those that it names, for each object that does not say whether it is open.
+    Raises RecursionError for a deep one.
+
+    Objects that several schemas describe together stay open: each of them would rule out what the others name.
+    """
+    joined = set[str]()
+    _find_joined(schema, schema, joined, is_joined=False)
+    return _closed(schema, joined, "#", is_joined=False)
+
+
+def _find_joined(schema: Any, root: Any, joined: set[str], *, is_joined: bool) -> None:
+    """Adds the references to schemas that describe an object together with others."""
+    if not isinstance(schema, dict):
+        return
+    reference = schema.get("$ref")
+    if (is_joined or _names_properties(schema)) and isinstance(reference, str) and reference not in joined:
+        joined.add(reference)
+        _find_joined(referred(reference, root), root, joined, is_joined=True)
+    for part, _, part_is_joined in _parts(schema, "", is_joined=is_joined):
+        _find_joined(part, root, joined, is_joined=part_is_joined)
+
+
+def _names_properties(schema: Schema) -> bool:
+    return not schema.keys().isdisjoint(("properties", "patternProperties", "required"))
+
+
+def _parts(schema: Schema, where: str, *, is_joined: bool) -> Iterator[tuple[Any, str, bool]]:
+    """The schemas in a schema, the pointer to each, and whether it describes an object together with others."""
+    is_described = is_joined or _names_properties(schema) or "$ref" in schema
+    for name, value in schema.items():
+        if name in _IN_PLACE:
+            num_parts = len(value) if name == "allOf" and isinstance(value, list) else 1
+            inside = is_described or num_parts > 1 or name not in ("allOf", "anyOf", "oneOf")
+            inside = inside or len(schema.keys() & {*_IN_PLACE}) > 1
+        else:
+            inside = False
+        if isinstance(value, list) and name in (*LISTS, "items"):
+            yield from ((part, f"{where}/{name}/{at}", inside) for at, part in enumerate(value))
+        elif isinstance(value, dict) and name in (*MAPS, "dependencies"):
+            yield from ((part, f"{where}/{name}/{_escaped(key)}", inside) for key, part in value.items())
+        elif name in SINGLE:
+            yield value, f"{where}/{name}", inside
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _closed(schema: Any, joined: set[str], where: str, *, is_joined: bool) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    is_joined = is_joined or where in joined
+    parts = {at: (part, inside) for part, at, inside in _parts(schema, where, is_joined=is_joined)}
+
+    def part_of(at: str, value: Any) -> Any:
+        if at not in parts:
+            return value
+        part, inside = parts[at]
+        return _closed(part, joined, at, is_joined=inside)
+
+    result: Schema = {}
+    for name, value in schema.items():
+        at = f"{where}/{name}"
+        if at in parts:
+            result[name] = part_of(at, value)
+        elif isinstance(value, list):
+            result[name] = [part_of(f"{at}/{index}", each) for index, each in enumerate(value)]
+        elif isinstance(value, dict):
+            result[name] = {key: part_of(f"{at}/{_escaped(key)}", each) for key, each in value.items()}
+        else:
+            result[name] = value
+    describes = not schema.keys().isdisjoint(("properties", "patternProperties"))
+    is_alone = not is_joined and schema.keys().isdisjoint((*APPLICATORS, *_IN_PLACE))
+    if describes and is_alone and schema.keys().isdisjoint(("additionalProperties", "unevaluatedProperties")):
+        result["additionalProperties"] = False
+    return result

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from llguidance import regex_to_lark
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from kvrelay.grammar.exact_numbers import exact_schema, in_slashes, may_be_rounded
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.grammar.schema_rewrite import rewritten
 
@@ -28,6 +30,10 @@ Marker = str | dict[str, Any]
 """A text, or a token."""
 
 MAX_ERROR_CHARS = 1000
+DEFAULT_WHITESPACE = r" {1,2}|\r?\n( {0,64}|\t{0,16})"
+"""Between JSON's tokens: two spaces, or a line break and an indentation. Models may write whitespace without end."""
+_LARK = re.compile(r"(?m)^\s*(%llguidance\b|[?!]*start\b\s*(\[[^\]]*\])?(\.-?\d+)?\s*:(?!:=))")
+"""The library's own test takes `start ::=` of GBNF for Lark, and `?start:` of Lark for GBNF."""
 _ASCII_CLASSES = "dw"
 """Of \\d and \\w, as in JSON schemas: a model of random weights would find the digits of every script."""
 
@@ -39,7 +45,7 @@ def lark_of_regex(pattern: str) -> str:
 def lark_of_grammar(text: str, what: str) -> str:
     """The grammar, in Lark's notation or in GBNF, as Lark. `what`: its name in the GrammarError that this raises."""
     try:
-        return str(any_to_lark(text))
+        return text if _LARK.search(text) else str(gbnf_to_lark(text))
     except Exception as error:  # the library raises plain exceptions here
         raise GrammarError(shortened(f"{what} is neither in Lark's notation nor in GBNF: {error}")) from None
 
@@ -48,7 +54,7 @@ def shortened(message: str) -> str:
     return message if len(message) <= MAX_ERROR_CHARS else message[:MAX_ERROR_CHARS] + " ..."
 
 
-def structural_tag_to_lark(text: str, whitespace: str | None = None, *, rewrites: bool = False) -> str:
+def structural_tag_to_lark(text: str, whitespace: str, *, rewrites: bool = False) -> str:
     """The tag, given as JSON, as a Lark grammar. `whitespace` limits the whitespace of its JSON. `rewrites`: schemas
     are rewritten first. Raises GrammarError."""
     written = _Written(whitespace, rewrites=rewrites)
@@ -58,9 +64,13 @@ def structural_tag_to_lark(text: str, whitespace: str | None = None, *, rewrites
         raise
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise GrammarError(f"malformed structural tag: {error}") from None
-    lark = "\n".join(["%llguidance {}", f"start: {start}", "TAG_TEXT: /(.|\\n)*/", *written.rules])
-    grammars = [{"name": "structural_tag", "lark_grammar": lark}, *written.side_grammars]
-    return json.dumps({"grammars": grammars})
+    return lark_grammar(start, ["TAG_TEXT: /(.|\\n)*/", *written.rules], written.side_grammars)
+
+
+def lark_grammar(start: str, rules: Sequence[str], side_grammars: Sequence[dict[str, str]] = ()) -> str:
+    """A grammar in the library's notation."""
+    lark = "\n".join(["%llguidance {}", f"start: {start}", *rules])
+    return json.dumps({"grammars": [{"name": "main", "lark_grammar": lark}, *side_grammars]})
 
 
 def _rewritten(schema: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +80,7 @@ def _rewritten(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Written:
-    def __init__(self, whitespace: str | None, *, rewrites: bool) -> None:
+    def __init__(self, whitespace: str, *, rewrites: bool) -> None:
         self._whitespace, self._rewrites = whitespace, rewrites
         self.rules: list[str] = []
         self.side_grammars: list[dict[str, str]] = []
@@ -92,7 +102,7 @@ class _Written:
             case {"type": "token"}:
                 return _joined(_quoted(tag_format), _quoted(end))
             case {"type": "regex", "pattern": str() as pattern}:
-                return _joined(f"/{_in_slashes(lark_of_regex(pattern))}/", _quoted(end))
+                return _joined(f"/{in_slashes(lark_of_regex(pattern))}/", _quoted(end))
             case {"type": "grammar", "grammar": str() as grammar}:
                 return _joined(self._side_grammar(grammar), _quoted(end))
             case {"type": "any_text"}:
@@ -114,13 +124,18 @@ class _Written:
         raise GrammarError(f"the format {kind!r} of a structural tag is malformed, or not supported")
 
     def _json(self, schema: dict[str, Any] | bool, whitespace: Any) -> str:
-        if not isinstance(whitespace, str | None):
+        if not isinstance(whitespace, str):
             raise GrammarError("the whitespace of a JSON schema in a structural tag must be a string")
         if self._rewrites and isinstance(schema, dict):
             schema = _rewritten(schema)
-        if whitespace is not None and schema is not False:
-            schema = ({} if schema is True else schema) | {"x-guidance": {"whitespace_pattern": whitespace}}
-        return f"%json {json.dumps(schema if schema is not True else {})}"
+        if schema is False:
+            return "%json false"
+        schema = {} if schema is True else schema
+        prefix = f"exact{len(self.rules)}_"
+        if may_be_rounded(json.dumps(schema)) and (exact := exact_schema(schema, whitespace, prefix)):
+            self.rules += exact.rules
+            return exact.start
+        return f"%json {json.dumps(schema | {'x-guidance': {'whitespace_pattern': whitespace}})}"
 
     def _tag(self, tag: Any, trigger: Marker, depth: int) -> str:
         """A tag without the `trigger` that it begins with."""
@@ -228,8 +243,3 @@ def _joined(*parts: str) -> str:
 
 def _either(choices: list[str]) -> str:
     return f"({' | '.join(choices)})"
-
-
-def _in_slashes(pattern: str) -> str:
-    escaped = re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], pattern, flags=re.DOTALL)
-    return escaped.replace("\n", "\\n")

@@ -69,8 +69,7 @@ def test_objects_follow_their_schema(compiler: GrammarCompiler, seed: int) -> No
         more={"anyOf": [{"type": "null"}, {"type": "string", "maxLength": 4}]},
     )
     text = walk(compiler, grammar, seed)
-    if text is None:
-        return  # whitespace between tokens may go on for long
+    assert text is not None  # whitespace between tokens is bounded
     found = json.loads(text)
     assert [*found] == ["kind", "size", "tags", "more"]
     assert found["kind"] in ("otter", 'a "quoted" one', "ötter") and 3 <= found["size"] <= 120
@@ -81,12 +80,50 @@ def test_objects_follow_their_schema(compiler: GrammarCompiler, seed: int) -> No
 PATTERNS = [r"\d{3}-\d{4}", r"(ab|cd)+e?", r"[^a-z ]{1,8}", r"x?", "\\w/\n"]
 LARK = 'start: "a" rest\nrest: /[0-9]{2}/ | "b"'
 GBNF = 'root ::= "a" rest\nrest ::= [0-9] [0-9] | "b"'
+MARKED = [LARK.replace("start:", head) for head in ("?start:", "!start:", "?start :", "!?start:", "start.2:")]
 
 
-@pytest.mark.parametrize("text", [LARK, GBNF])
+@pytest.mark.parametrize("text", [LARK, GBNF, *MARKED[:4], "// a comment\n\n" + MARKED[0]])
 def test_grammars_in_both_notations(compiler: GrammarCompiler, text: str) -> None:
     for seed in range(10):
         assert re.fullmatch(r"a(\d\d|b)", walk(compiler, Grammar(kind=GrammarKind.GRAMMAR, text=text), seed) or "")
+
+
+SPACED = [
+    *('{"a": true}', '{ "a":  true }', '{\n    "a": true\n}', '{\r\n\t\t"a": true}', '{\n"a":\n true}'),
+    '{"a": true}',
+]
+UNBOUNDED = [
+    '{"a":   true}',
+    '{\n\n"a": true}',
+    '{"a" \n: true}',
+    '{"a":\n' + " " * 65 + "true}",
+    '{"a":\ttrue}',
+    '{"a":true}\n',
+]
+
+
+@pytest.mark.parametrize("is_tag", [False, True])
+def test_whitespace_between_the_tokens_of_json_is_bounded(compiler: GrammarCompiler, is_tag: bool) -> None:
+    schema = schema_of(a={"type": "boolean"})
+    tag = {"format": {"type": "json_schema", "json_schema": json.loads(schema.text)}}
+    grammar = Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=json.dumps(tag)) if is_tag else schema
+    for text in SPACED:
+        assert allows(compiler, grammar, text), text
+    for text in UNBOUNDED:
+        assert not allows(compiler, grammar, text), text
+    free = Grammar(kind=grammar.kind, text=grammar.text, whitespace=r"[ \t\r\n]*")
+    for text in [*SPACED, *UNBOUNDED[:-1]]:
+        assert allows(compiler, free, text), text
+
+
+def allows(compiler: GrammarCompiler, grammar: Grammar, text: str) -> bool:
+    matcher = compiler.compile(grammar)
+    try:
+        matcher.accept([*TOKENIZER.encode(text, add_special_tokens=False).ids, END])
+    except GrammarError:
+        return False
+    return True
 
 
 def test_whitespace_between_the_tokens_of_json_can_be_ruled_out(compiler: GrammarCompiler) -> None:

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from kvrelay.grammar.schema_rewrite import negation, rewritten
+from kvrelay.grammar.schema_rewrite import closed, negation, rewritten
 from tests.thoroughness import examples
 
 NAMES = st.sampled_from(["a", "b", "^", "a]"])
@@ -179,3 +179,46 @@ def test_properties_may_have_the_names_of_keywords() -> None:
 )
 def test_large_and_deep_schemas_are_left_alone(text: str) -> None:
     assert rewritten(text) is None
+
+
+ONE: dict[str, Any] = {"properties": {"a": {}}}
+OTHER: dict[str, Any] = {"properties": {"b": {}}}
+NO_OTHERS = {"additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (ONE, ONE | NO_OTHERS),
+        ({"type": "object"}, {"type": "object"}),
+        (ONE | {"additionalProperties": {"type": "null"}}, ONE | {"additionalProperties": {"type": "null"}}),
+        ({"properties": {"a": ONE}}, {"properties": {"a": ONE | NO_OTHERS}} | NO_OTHERS),
+        ({"items": ONE}, {"items": ONE | NO_OTHERS}),
+        ({"anyOf": [ONE, OTHER]}, {"anyOf": [ONE | NO_OTHERS, OTHER | NO_OTHERS]}),
+        ({"allOf": [ONE]}, {"allOf": [ONE | NO_OTHERS]}),
+        (
+            {"$ref": "#/$defs/one", "$defs": {"one": ONE}},
+            {"$ref": "#/$defs/one", "$defs": {"one": ONE | NO_OTHERS}},
+        ),
+        ({"enum": [ONE], "default": ONE}, {"enum": [ONE], "default": ONE}),
+    ],
+    ids=json.dumps,
+)
+def test_objects_that_do_not_say_whether_they_are_open_are_closed(schema: Any, expected: Any) -> None:
+    assert closed(schema) == expected
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [ONE, OTHER]},
+        ONE | {"anyOf": [OTHER, True]},
+        ONE | {"$ref": "#/$defs/other", "$defs": {"other": OTHER}},
+        {"allOf": [{"$ref": "#/$defs/a"}, ONE], "$defs": {"a": {"$ref": "#/$defs/b"}, "b": OTHER}},
+        {"not": ONE},
+        {"if": ONE, "then": OTHER},
+    ],
+    ids=json.dumps,
+)
+def test_objects_that_several_schemas_describe_stay_open(schema: Any) -> None:
+    assert closed(schema) == schema

@@ -11,6 +11,7 @@ import orjson
 from msgspec import Meta
 from pydantic import BeforeValidator, Field, SkipValidation
 
+from kvrelay.grammar.schema_rewrite import closed
 from kvrelay.text.output_parsing.events import Tool
 from kvrelay.text.request.api_error import wrong
 from kvrelay.text.request.parsing import FlagOn, RequestModel, invalid, wrong_type
@@ -86,7 +87,8 @@ def _tool(value: Any, index: int) -> Tool:
         parameters = {name: each for name, each in parameters.items() if each is not None}
     if parameters is not None and not (isinstance(parameters, dict) and parameters.get("type", "object") == "object"):
         raise invalid(f"the parameters of tool {name!r} are no JSON schema of an object")
-    return Tool(name=name, parameters=parameters or {}, is_strict=bool(function.get("strict")))
+    is_strict, parameters = bool(function.get("strict")), parameters or {}
+    return Tool(name=name, parameters=closed(parameters) if is_strict else parameters, is_strict=is_strict)
 
 
 def _tool_choice(value: Any) -> ToolChoice | None:

@@ -137,8 +137,10 @@ def _generation_fields(request: ResponsesRequest, content: dict[str, Any]) -> di
 
 def _response_format(text_format: dict[str, Any]) -> dict[str, Any]:
     match text_format.get("type"):
-        case "text" | "json_object" as kind:
-            return {"type": kind}
+        case "text":
+            return {"type": "text"}
+        case "json_object":  # other servers' clients write a schema beside it
+            return {name: text_format[name] for name in ("type", "schema", "value") if name in text_format}
         case "json_schema" if not isinstance(text_format.get("name"), str):
             raise wrong("text.format.name", "it must be a string")
         case "json_schema" if isinstance(text_format.get("schema"), dict):

@@ -1,17 +1,22 @@
 """The fields that completions and chat completions share, with the names of OpenAI, vLLM and SGLang.
 
-Those that constrain the output are converted to one `Grammar`, whatever their form. At most one of them may be set.
+Those that constrain the output are converted to one `Grammar`, whatever their form. Several must mean the same.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
+import msgspec
 import orjson
 from pydantic import BeforeValidator, Field, WrapValidator
 
+from kvrelay.grammar.schema_rewrite import closed
 from kvrelay.protocol.sampling import Grammar, GrammarKind
 from kvrelay.text.request.api_error import wrong
 from kvrelay.text.request.parsing import Flag, RequestModel, invalid, or_default
@@ -23,8 +28,6 @@ MAX_LOGPROB_TOKENS = 128
 TOO_DEEP = "it is nested too deeply"
 
 ANY_OBJECT = '{"type":"object"}'
-_VALUES = ("const", "enum", "default", "examples")
-_MAPS_OF_SCHEMAS = ("properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions")
 
 
 def _not_zero(value: Any) -> Any:
@@ -76,15 +79,9 @@ class GenerationFields(SamplingFields):
     def grammar(self) -> Grammar | None:
         """What the output is constrained to, if anything. Raises ApiError for fields that are wrong in themselves;
         whether the grammar can be compiled is checked later."""
-        given = self._constraints
-        if not given:
-            return None
-        if len(given) > 1:
-            first, second = list(given)[:2]
-            raise wrong(second, f"'{first}' and '{second}' both constrain the output; give one of them")
-        ((param, value),) = given.items()
-        whitespace = _whitespace(self.guided_whitespace_pattern, "guided_whitespace_pattern")
-        return _READERS[param](value, param, whitespace)
+        options = _options(self.structured_outputs, self.guided_whitespace_pattern)
+        read = {param: _READERS[param](value, param, options) for param, value in self._constraints.items()}
+        return _only(read, lambda first, second: (second, f"'{first}' and '{second}'"))
 
     @property
     def grammar_param(self) -> str:
@@ -102,7 +99,10 @@ class GenerationFields(SamplingFields):
     def _constraints(self) -> dict[str, Any]:
         if self.model_fields_set.isdisjoint(_GRAMMAR_FIELDS):
             return {}
-        return {name: value for name in _READERS if _is_set(value := self._value_of(name))}
+        given = {name: value for name in _READERS if _is_set(value := self._value_of(name))}
+        if len(given) > 1 and _has_only_options(given.get("structured_outputs")):
+            del given["structured_outputs"]
+        return given
 
     def _value_of(self, param: str) -> Any:
         """The value of a request's field. None if it constrains nothing."""
@@ -156,70 +156,126 @@ class GenerationFields(SamplingFields):
             raise wrong("logprob_token_ids", "it needs 'logprobs'")
 
 
-def _of_response_format(value: Any, param: str, whitespace: str | None) -> Grammar:
+class _Options(msgspec.Struct, frozen=True):
+    """Of whichever constraint there is. `whitespace`: see `Grammar`. `is_closed`: objects have no properties but those
+    that their schemas name."""
+
+    whitespace: str | None = None
+    is_closed: bool = False
+
+
+def _options(structured_outputs: Any, guided_whitespace: Any) -> _Options:
+    """Those in `structured_outputs` have precedence."""
+    param = "structured_outputs"
+    own = structured_outputs if isinstance(structured_outputs, dict) else {}
+    whitespace = _whitespace(own.get("whitespace_pattern"), f"{param}.whitespace_pattern")
+    if whitespace is None:
+        whitespace = _whitespace(guided_whitespace, "guided_whitespace_pattern")
+    if _flag(own, "disable_any_whitespace", param) and whitespace is None:
+        whitespace = ""
+    return _Options(whitespace, is_closed=_flag(own, "disable_additional_properties", param))
+
+
+def _only(read: dict[str, Grammar], named: Callable[[str, str], tuple[str, str]]) -> Grammar | None:
+    """The one constraint, which may be given several times. `named`: for an error about two, its parameter and their
+    names."""
+    given = list(read.items())
+    for (first, one), (second, other) in pairwise(given):
+        if _meaning(one) != _meaning(other):
+            param, names = named(first, second)
+            raise wrong(param, f"{names} both constrain the output; give one of them")
+    return given[0][1] if given else None
+
+
+def _meaning(grammar: Grammar) -> Grammar:
+    """The same for texts of JSON that differ in whitespace, and for choices in another order."""
+    text = grammar.text
+    with suppress(RecursionError):  # a deep schema is equal only to the same text
+        if grammar.kind == GrammarKind.JSON_SCHEMA:
+            text = json.dumps(json.loads(text))
+        elif grammar.kind == GrammarKind.CHOICE:
+            text = json.dumps(sorted(json.loads(text)))
+    return msgspec.structs.replace(grammar, text=text)
+
+
+def _of_response_format(value: Any, param: str, options: _Options) -> Grammar:
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         raise wrong(param, "it must be an object with a type")
-    match value["type"]:
-        case "json_object" | "json_schema" if isinstance(value.get("schema"), dict):  # of llama.cpp's server
-            return _of_schema(value["schema"], f"{param}.schema", whitespace)
+    kind = value["type"]
+    is_json = kind in ("json", "json_object", "json_schema")
+    if is_json and value.get("json_schema") is not None:
+        return _of_described(value["json_schema"], f"{param}.json_schema", options)
+    match kind:
+        # TGI's types have a `value`, which is a schema with a name for `json_schema`.
+        case "json_schema" if isinstance(value.get("value"), dict) and "schema" in value["value"]:
+            return _of_schema(value["value"]["schema"], f"{param}.value.schema", options)
+        case "json" | "json_object" | "json_schema" if value.get("value") is not None:
+            return _of_schema(value["value"], f"{param}.value", options)
+        case "json" | "json_object" | "json_schema" if value.get("schema") is not None:  # of llama.cpp's server
+            return _of_schema(value["schema"], f"{param}.schema", options)
         case "json_object":
-            return _of_schema(ANY_OBJECT, param, whitespace)
-        case "json_schema":
-            described = value.get("json_schema")
-            if not isinstance(described, dict) or not isinstance(described.get("schema"), dict | bool):
-                raise wrong(f"{param}.json_schema", "it must be an object with a 'schema'")
-            if not isinstance(described.get("name"), str):
-                raise wrong(f"{param}.json_schema.name", "it must be a string")
-            # Every schema is enforced, so `strict` changes nothing.
-            if not isinstance(described.get("strict"), bool | None):
-                raise wrong(f"{param}.json_schema.strict", "it must be true or false")
-            return _of_schema(described["schema"], f"{param}.json_schema.schema", whitespace)
+            return _of_schema(ANY_OBJECT, param, options)
+        case "json" | "json_schema":
+            raise wrong(f"{param}.json_schema", "it must be an object with a 'schema'")
         case "structural_tag":
-            return _of_tag(value, param, None)
-        case "grammar" | "regex" as kind if isinstance(value.get(kind), str):
-            return _READERS["guided_grammar" if kind == "grammar" else "regex"](value[kind], f"{param}.{kind}", None)
-        case kind:
-            known = "'text', 'json_object', 'json_schema', 'structural_tag', 'regex' and 'grammar'"
-            raise wrong(f"{param}.type", f"{kind!r} is unknown; known are {known}")
+            return _of_tag(value, param, options)
+        case "regex" if isinstance(value.get("value"), str):  # of TGI
+            return _of_regex(value["value"], f"{param}.value", options)
+        case "grammar" | "regex" if isinstance(value.get(kind), str):
+            return _READERS["guided_grammar" if kind == "grammar" else "regex"](value[kind], f"{param}.{kind}", options)
+    known = "'text', 'json_object', 'json_schema', 'structural_tag', 'regex' and 'grammar'"
+    raise wrong(f"{param}.type", f"{kind!r} is unknown; known are {known}")
 
 
-def _of_structured_outputs(value: Any, param: str, whitespace: str | None) -> Grammar:
+def _of_described(described: Any, param: str, options: _Options) -> Grammar:
+    """OpenAI's form. Every schema is enforced; `strict` closes objects that do not say whether they are open."""
+    if not isinstance(described, dict) or not isinstance(described.get("schema"), dict | bool):
+        raise wrong(param, "it must be an object with a 'schema'")
+    if not isinstance(described.get("name"), str):
+        raise wrong(f"{param}.name", "it must be a string")
+    if not isinstance(described.get("strict"), bool | None):
+        raise wrong(f"{param}.strict", "it must be true or false")
+    if described.get("strict"):
+        options = msgspec.structs.replace(options, is_closed=True)
+    return _of_schema(described["schema"], f"{param}.schema", options)
+
+
+def _of_structured_outputs(value: Any, param: str, options: _Options) -> Grammar:
     """VLLM's field: an object with one of `json`, `regex`, `choice`, `grammar`, `json_object`, `structural_tag`.
 
     `disable_fallback` is about backends, of which there is one here, and is ignored.
     """
     if not isinstance(value, dict):
         raise wrong(param, "it must be an object")
-    own_whitespace = _whitespace(value.get("whitespace_pattern"), f"{param}.whitespace_pattern")
-    whitespace = whitespace if own_whitespace is None else own_whitespace
     given = [name for name in _OF_STRUCTURED_OUTPUTS if _is_set(value.get(name))]
-    if len(given) > 1:
-        raise wrong(param, f"{given[0]!r} and {given[1]!r} both constrain the output; give one of them")
-    if not given:
+    read = {name: _READERS[_OF_STRUCTURED_OUTPUTS[name]](value[name], f"{param}.{name}", options) for name in given}
+    found = _only(read, lambda first, second: (param, f"{first!r} and {second!r}"))
+    if found is None:
         raise wrong(param, f"it must have one of {', '.join(map(repr, _OF_STRUCTURED_OUTPUTS))}")
-    (name,) = given
-    if _flag(value, "disable_any_whitespace", param) and whitespace is None:
-        whitespace = ""
-    if _flag(value, "disable_additional_properties", param) and name == "json":
-        try:
-            value = value | {"json": _closed(_schema_of(value["json"], f"{param}.json"))}
-        except RecursionError:
-            raise wrong(f"{param}.json", TOO_DEEP) from None
-    return _READERS[_OF_STRUCTURED_OUTPUTS[name]](value[name], f"{param}.{name}", whitespace)
+    return found
 
 
-def _of_schema(value: Any, param: str, whitespace: str | None) -> Grammar:
+def _has_only_options(value: Any) -> bool:
+    """Returns whether `structured_outputs` is about another constraint."""
+    return isinstance(value, dict) and not any(_is_set(value.get(name)) for name in _OF_STRUCTURED_OUTPUTS)
+
+
+def _of_schema(value: Any, param: str, options: _Options) -> Grammar:
     """A schema as an object, or as JSON text."""
-    schema = _schema_of(value, param)
-    text = value if isinstance(value, str) else _json(schema, param)
-    return _grammar(GrammarKind.JSON_SCHEMA, text, param, whitespace)
-
-
-def _schema_of(value: Any, param: str) -> dict[str, Any] | bool:
     schema = _loaded(value, param)
     if not isinstance(schema, dict | bool):
         raise wrong(param, "it must be a JSON schema")
-    return schema
+    if options.is_closed:
+        value = schema = _closed(schema, param)
+    text = value if isinstance(value, str) else _json(schema, param)
+    return _grammar(GrammarKind.JSON_SCHEMA, text, param, options.whitespace)
+
+
+def _closed(schema: Any, param: str) -> Any:
+    try:
+        return closed(schema)
+    except RecursionError:
+        raise wrong(param, TOO_DEEP) from None
 
 
 def _loaded(value: Any, param: str) -> Any:
@@ -233,33 +289,13 @@ def _loaded(value: Any, param: str) -> Any:
         raise wrong(param, f"it is not valid JSON: {error}") from None
 
 
-def _closed(value: Any) -> Any:
-    """The schema with no properties but those that it names, as in vLLM. Raises RecursionError for a deep one."""
-    if isinstance(value, list):
-        return [_closed(each) for each in value]
-    if not isinstance(value, dict):
-        return value
-    closed = {name: _closed_part(name, each) for name, each in value.items()}
-    if "additionalProperties" not in value and value.keys() & {"properties", "patternProperties"}:
-        closed["additionalProperties"] = False
-    return closed
-
-
-def _closed_part(keyword: str, value: Any) -> Any:
-    if keyword in _VALUES:
-        return value
-    if keyword in _MAPS_OF_SCHEMAS and isinstance(value, dict):
-        return {name: _closed(each) for name, each in value.items()}
-    return _closed(value)
-
-
-def _of_any_object(value: Any, param: str, whitespace: str | None) -> Grammar:
+def _of_any_object(value: Any, param: str, options: _Options) -> Grammar:
     if value is not True:
         raise wrong(param, "it must be true or false")
-    return _of_schema(ANY_OBJECT, param, whitespace)
+    return _of_schema(ANY_OBJECT, param, options)
 
 
-def _of_choice(value: Any, param: str, _: str | None) -> Grammar:
+def _of_choice(value: Any, param: str, _: _Options) -> Grammar:
     if isinstance(value, list) and len(value) > MAX_CHOICE_STRINGS:
         raise wrong(param, f"at most {MAX_CHOICE_STRINGS} choices are allowed")
     if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
@@ -267,7 +303,7 @@ def _of_choice(value: Any, param: str, _: str | None) -> Grammar:
     return _grammar(GrammarKind.CHOICE, orjson.dumps(list(dict.fromkeys(value))).decode(), param)
 
 
-def _of_text(kind: GrammarKind, value: Any, param: str, _: str | None) -> Grammar:
+def _of_text(kind: GrammarKind, value: Any, param: str, _: _Options) -> Grammar:
     if not isinstance(value, str):
         raise wrong(param, "it must be a string")
     return _grammar(kind, value, param)
@@ -276,12 +312,26 @@ def _of_text(kind: GrammarKind, value: Any, param: str, _: str | None) -> Gramma
 _of_regex, _of_grammar = partial(_of_text, GrammarKind.REGEX), partial(_of_text, GrammarKind.GRAMMAR)
 
 
-def _of_tag(value: Any, param: str, _: str | None) -> Grammar:
+def _of_tag(value: Any, param: str, options: _Options) -> Grammar:
     tag = _loaded(value, param)
     if not isinstance(tag, dict):
         raise wrong(param, "it must be an object, or JSON text")
     tag_format = tag["format"] if "format" in tag else _triggered(tag, param)
-    return _grammar(GrammarKind.STRUCTURAL_TAG, _json({"format": tag_format}, param), param)
+    if options.is_closed:
+        tag_format = _closed_tag(tag_format, param)
+    return _grammar(GrammarKind.STRUCTURAL_TAG, _json({"format": tag_format}, param), param, options.whitespace)
+
+
+def _closed_tag(part: Any, param: str) -> Any:
+    """A format with its schemas closed, however deep they are."""
+    match part:
+        case {"type": "json_schema", "json_schema": dict() as schema}:
+            return part | {"json_schema": _closed(schema, param)}
+        case dict():
+            return {name: _closed_tag(each, param) for name, each in part.items()}
+        case list():
+            return [_closed_tag(each, param) for each in part]
+    return part
 
 
 def _triggered(tag: dict[str, Any], param: str) -> dict[str, Any]:
@@ -299,7 +349,7 @@ def _triggered(tag: dict[str, Any], param: str) -> dict[str, Any]:
     return {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
 
 
-_READERS: dict[str, Callable[[Any, str, str | None], Grammar]] = {
+_READERS: dict[str, Callable[[Any, str, _Options], Grammar]] = {
     "response_format": _of_response_format,
     "structured_outputs": _of_structured_outputs,
     "guided_json": _of_schema,

@@ -31,14 +31,16 @@ NAMED_SO_CLOSED = Grammar(
 )
 LARK = Grammar(kind=GrammarKind.GRAMMAR, text='start: "a"')
 COMPACT = Grammar(kind=GrammarKind.JSON_SCHEMA, text=AS_JSON.text, whitespace="")
+FORMAT = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}
 
 FORMS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"response_format": {"type": "text"}}, None),
     ({"response_format": {"type": "json_object"}}, ANY_OBJECT),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}},
-        AS_JSON,
+        CLOSED,
     ),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, AS_JSON),
     ({"guided_json": SCHEMA}, AS_JSON),
     ({"guided_json": AS_JSON.text}, AS_JSON),
     ({"guided_json": SCHEMA, "guided_whitespace_pattern": ""}, COMPACT),
@@ -68,6 +70,39 @@ FORMS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"structured_outputs": {"json": NAMED_SO, "disable_additional_properties": True}}, NAMED_SO_CLOSED),
     ({"response_format": {"type": "json_object", "schema": SCHEMA}}, AS_JSON),
     ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, AS_JSON),
+    # The types of TGI and of Hugging Face's client.
+    ({"response_format": {"type": "json_object", "value": SCHEMA}}, AS_JSON),
+    ({"response_format": {"type": "json", "value": SCHEMA}}, AS_JSON),
+    ({"response_format": {"type": "json", "value": AS_JSON.text}}, AS_JSON),
+    ({"response_format": {"type": "json_schema", "value": {"name": "x", "schema": SCHEMA}}}, AS_JSON),
+    ({"response_format": {"type": "regex", "value": "a+"}}, Grammar(kind=GrammarKind.REGEX, text="a+")),
+    ({"response_format": {"type": "json_object", "json_schema": {"name": "x", "schema": SCHEMA}}}, AS_JSON),
+    ({"response_format": {"type": "json_object", "value": None, "schema": None}}, ANY_OBJECT),
+    # One constraint, given twice.
+    ({"structured_outputs": {"grammar": LARK.text}, "guided_grammar": LARK.text}, LARK),
+    ({"guided_json": SCHEMA, "json_schema": json.dumps(SCHEMA)}, AS_JSON),
+    ({"structured_outputs": {"choice": ["yes", "no"]}, "guided_choice": ["no", "yes"]}, CHOICE),
+    ({"structured_outputs": {"json_object": True, "json": {"type": "object"}}}, ANY_OBJECT),
+    ({"response_format": {"type": "json_object"}, "guided_json_object": True}, ANY_OBJECT),
+    ({"structural_tag": TAG, "response_format": {"type": "structural_tag", "format": TRIGGERED}}, TRIGGERED_GRAMMAR),
+    # Options of another constraint.
+    ({**FORMAT, "structured_outputs": {"whitespace_pattern": ""}}, COMPACT),
+    ({**FORMAT, "structured_outputs": {"disable_any_whitespace": True, "json": None}}, COMPACT),
+    ({**FORMAT, "structured_outputs": {"disable_additional_properties": True}}, CLOSED),
+    ({"guided_json": SCHEMA, "structured_outputs": {"disable_additional_properties": True}}, CLOSED),
+    (
+        {"guided_regex": "a+", "structured_outputs": {"whitespace_pattern": ""}},
+        Grammar(kind=GrammarKind.REGEX, text="a+"),
+    ),
+    (
+        {"structural_tag": TAG, "structured_outputs": {"whitespace_pattern": ""}},
+        Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=TRIGGERED_GRAMMAR.text, whitespace=""),
+    ),
+    (
+        {"structural_tag": TAG, "structured_outputs": {"disable_additional_properties": True}},
+        Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=TRIGGERED_GRAMMAR.text.replace(AS_JSON.text, CLOSED.text)),
+    ),
+    ({"guided_grammar": '?start: "a"'}, Grammar(kind=GrammarKind.GRAMMAR, text='?start: "a"')),
     (
         {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
         Grammar(kind=GrammarKind.STRUCTURAL_TAG, text='{"format":{"type":"any_text"}}'),
@@ -193,3 +228,52 @@ async def test_ignore_eos_lets_a_grammar_end_where_nothing_else_is_left(router: 
     assert answer.status_code == 200
     (request,) = router.dispatcher.requests
     assert (request.sampling.ignore_eos, request.sampling.min_tokens) == (False, 9)
+
+
+IDS = [1234567890123456789, 1234567890123456790]
+
+
+@pytest.mark.parametrize("number", [*IDS, 2**63, 2**64 - 1, -(2**63)])
+@pytest.mark.parametrize("form", ["guided_json", "response_format", "structural_tag", "text", "output_config"])
+async def test_an_integer_of_64_bits_reaches_the_grammar_as_it_is(router: Router, form: str, number: int) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [number]}}, "required": ["a"]}
+    status, text = await _constrained(router, form, schema)
+    assert status == 200, text
+    (request,) = router.dispatcher.requests
+    assert request.sampling.grammar is not None and f'{{"enum":[{number}]}}' in request.sampling.grammar.text
+
+
+@pytest.mark.parametrize("keyword", ["const", "minimum"])
+@pytest.mark.parametrize("form", ["guided_json", "response_format", "structural_tag", "text", "output_config"])
+async def test_an_integer_of_more_bits_is_refused(router: Router, form: str, keyword: str) -> None:
+    schema = {"type": "object", "properties": {"a": {keyword: 2**64 + 1}}, "required": ["a"]}
+    status, text = await _constrained(router, form, schema)
+    assert status == 400 and "64 bits" in text, text
+    assert not router.dispatcher.requests
+
+
+async def _constrained(router: Router, form: str, schema: dict[str, Any]) -> tuple[int, str]:
+    described = {"type": "json_schema", "name": "x", "schema": schema}
+    tag = {"type": "json_schema", "json_schema": schema}
+    paths = {"text": "/v1/responses", "output_config": "/v1/messages"}
+    of_form: dict[str, Any] = {
+        "guided_json": {"guided_json": schema},
+        "response_format": {"response_format": described},
+        "structural_tag": {"structural_tag": {"format": tag}},
+        "text": {"input": "hi", "text": {"format": described}},
+        "output_config": {"output_config": {"format": described}, "max_tokens": 9},
+    }
+    prompts: dict[str, Any] = {"text": {}, "output_config": {"messages": [{"role": "user", "content": "hi"}]}}
+    body = {"model": MODEL, **prompts.get(form, {"prompt": "hi"}), **of_form[form]}
+    headers = {"content-type": "application/json"}
+    # The client's own encoder would refuse more than 64 bits.
+    answer = await router.http.post(paths.get(form, "/v1/completions"), content=json.dumps(body), headers=headers)
+    return answer.status_code, answer.text
+
+
+async def test_a_schema_beside_a_json_object_of_responses_is_followed(router: Router) -> None:
+    body = {"model": MODEL, "input": "hi", "text": {"format": {"type": "json_object", "schema": SCHEMA}}}
+    answer = await router.http.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    (request,) = router.dispatcher.requests
+    assert request.sampling.grammar == AS_JSON

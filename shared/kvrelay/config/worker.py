@@ -101,8 +101,8 @@ class WorkerConfig(RankedConfig):
     batch_invariant: bool = Field(
         default=False,
         description="compute logits whose bits do not depend on what else is in a step, nor on how steps cut the "
-        "prompt. On a CPU the fused layers always do; on a GPU this takes slower kernels. Refused for other models, "
-        "bfloat16 with AMX, float32 on a GPU, and ranks on GPUs",
+        "prompt. On a CPU the fused layers do, but for bfloat16 by AMX, which this leaves out; on a GPU it takes "
+        "slower kernels. Refused for other models, float32 on a GPU, and ranks on GPUs",
         json_schema_extra={"flags": ["--enable-deterministic-inference"]},
     )
     quantization: Literal["none", "int8", "int4"] = Field(

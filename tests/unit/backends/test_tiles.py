@@ -16,10 +16,13 @@ from kvrelay.backends import cpu, cpu_build
 from kvrelay.backends.cpu import CpuBackend
 from kvrelay.backends.torch_sdpa import TorchBackend
 from kvrelay.engine.fused import kernel as fused_kernel
+from kvrelay.engine.load import causal_model
+from kvrelay.engine.load.causal_model import load_model
+from kvrelay.engine.load.model_source import open_source
 from tests.fakes.waiting import PATIENCE_S
 from tests.tiny_models import build_model
 from tests.unit.backends.cases import AttentionCase
-from tests.unit.engine.test_fused_forward import distance, load, random_prompts, run
+from tests.unit.engine.test_fused_forward import BLOCK_SIZE, distance, load, random_prompts, run
 from tests.unit.engine.test_fused_kernels import assert_close, make_kernel, product
 
 pytestmark = [pytest.mark.unit, pytest.mark.slow, pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")]
@@ -41,8 +44,8 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
     library = ctypes.CDLL(str(target))
     assert library.kvrelay_tiles() == 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "load_kernel", lambda: library)
-        patch.setattr(fused_kernel, "load_kernel", lambda: library)
+        for module in (cpu, fused_kernel, causal_model):
+            patch.setattr(module, "load_kernel", lambda: library)
         yield library
 
 
@@ -107,6 +110,18 @@ def test_layers_by_tiles(emulated: ctypes.CDLL, architecture: str, tmp_path: Pat
         assert emulated.kvrelay_emulated_dots() == before
     finally:
         assert emulated.kvrelay_use_tiles(1) == 1
+
+
+def test_batch_invariant_logits_take_no_tiles(emulated: ctypes.CDLL, tmp_path: Path) -> None:
+    source = open_source(str(build_model("qwen3", tmp_path)), "bfloat16")
+    prompts, before = random_prompts(2, 71), emulated.kvrelay_emulated_dots()
+    try:
+        model = load_model(source, BLOCK_SIZE, batch_invariant=True)
+        whole, cut = run(model, prompts, [71]), run(model, prompts, [1, 40, 1, 1, 28])
+    finally:
+        assert emulated.kvrelay_use_tiles(1) == 1
+    assert emulated.kvrelay_emulated_dots() == before
+    assert all(map(torch.equal, whole, cut))
 
 
 @pytest.mark.parametrize("x", [0.0, -0.0, 100.0, -100.0, 1e-30, math.inf, math.nan])

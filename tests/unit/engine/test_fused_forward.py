@@ -207,18 +207,16 @@ GPU = torch.device("cuda")
     ("change", "fused", "message"),
     [
         (lambda source: source, False, "they are off"),
-        (lambda source: replace(source, dtype=torch.bfloat16), True, "AMX adds up one row in another order"),
         (with_dynamic_angles, True, "rotary embeddings of type 'dynamic'"),
         (lambda source: replace(source, device=GPU), True, "on GPUs, attention holds it in 16 bits"),
         (lambda source: with_ranks(source, GPU), True, "NCCL sums over ranks"),
     ],
-    ids=["modules", "AMX", "angles", "float32 on a GPU", "NCCL"],
+    ids=["modules", "angles", "float32 on a GPU", "NCCL"],
 )
 def test_models_whose_logits_depend_on_the_batch_are_refused_before_they_are_read(
     change: Any, fused: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(causal_model, "_read", lambda *_: pytest.fail("weights were read"))
-    monkeypatch.setattr(causal_model, "_instructions", lambda: "AMX and AVX512-BF16")
     source = open_source(str(build_model("llama", tmp_path)))
     with pytest.raises(UnsupportedModel, match=f"batch_invariant: .*{message}"):
         load_model(change(source), BLOCK_SIZE, fused_layers=fused, batch_invariant=True)

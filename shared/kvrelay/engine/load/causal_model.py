@@ -7,7 +7,7 @@ separate so that the head can run in slices: logits of a whole chunk take vocabu
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from kvrelay.backends.backend import AttentionBackend, KVLayout, StepAttention, dtype_name
 from kvrelay.backends.choose_backend import select_backend
 from kvrelay.backends.cpu import CpuBackend
-from kvrelay.backends.cpu_build import KernelBuildError, cpu_features, kernel_key
+from kvrelay.backends.cpu_build import KernelBuildError, cpu_features, kernel_key, load_kernel
 from kvrelay.engine.fused.forward import FusedForward, use_panels
 from kvrelay.engine.fused.gpu_forward import GpuForward, TorchPieces, merge_weights
-from kvrelay.engine.fused.kernel import FIXED_TYPES, PanelProducts
+from kvrelay.engine.fused.kernel import FIXED_TYPES
 from kvrelay.engine.fused.weights import FAMILIES, NotFusable, WeightPacker, decoder_weights, require_fusable
 from kvrelay.engine.load.checkpoint import read_integer_model, read_model, read_part
 from kvrelay.engine.load.model_files import find_model_dir, fingerprint, shard_fingerprint
@@ -132,6 +132,8 @@ def load_model(
     if batch_invariant:
         with ranks.in_agreement():
             _check_batch_invariant(source, fused_layers=fused_layers)
+        if source.device.type == "cpu":
+            _leave_tiles()
     with ranks.in_agreement():
         weights = None if source.stored_format is None else StoredWeights(source.name, source.stored_format)
         model, plan = _read(source, weights)
@@ -199,19 +201,14 @@ def _check_batch_invariant(source: ModelSource, *, fused_layers: bool) -> None:
         reason = "the order in which NCCL sums over ranks depends on the size of the step: serve the model with one"
     elif source.device.type == "cuda" and source.dtype == torch.float32:
         reason = "on GPUs, attention holds it in 16 bits alone: set dtype = bfloat16"
-    elif source.device.type == "cpu" and source.dtype == torch.bfloat16 and "AMX" in _instructions():
-        reason = "in bfloat16, AMX adds up one row in another order than several: set dtype = float32"
     if reason is not None:
         raise UnsupportedModel(f"batch_invariant: {reason}")
 
 
-def _instructions() -> str:
-    """The CPU's instructions for products of bfloat16; none if the kernels cannot be built, which the choice of the
-    forward reports."""
-    try:
-        return PanelProducts(torch.bfloat16).instructions
-    except KernelBuildError:
-        return ""
+def _leave_tiles() -> None:
+    """From now on no product of this process takes AMX, which adds up one row in another order than several."""
+    with suppress(KernelBuildError):  # which the choice of the forward reports
+        load_kernel().kvrelay_use_tiles(0)
 
 
 def _choose_forward(modules: _Modules, *, fused_layers: bool) -> Forward:

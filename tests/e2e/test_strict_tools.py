@@ -52,12 +52,12 @@ def kind_of_turn(stack: Stack, seed: int) -> str:
     assert answer.status_code == 200, (seed, answer.text)
     (choice,) = answer.json()["choices"]
     message, content, arguments = choice["message"], "", ""
-    with stack.http.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as events:
-        for line in events.iter_lines():
-            if line.startswith("data: {"):
-                delta = json.loads(line.removeprefix("data: "))["choices"][0]["delta"]
-                content += delta.get("content") or ""
-                arguments += "".join(each["function"].get("arguments", "") for each in delta.get("tool_calls") or [])
+    events = stack.http.post("/v1/chat/completions", json=body | {"stream": True}).text
+    for line in events.split("\n"):  # not at other characters that end lines, which texts may have
+        if line.startswith("data: {"):
+            delta = json.loads(line.removeprefix("data: "))["choices"][0]["delta"]
+            content += delta.get("content") or ""
+            arguments += "".join(each["function"].get("arguments", "") for each in delta.get("tool_calls") or [])
     assert content == (message["content"] or "")
     assert arguments == "".join(call["function"]["arguments"] for call in message.get("tool_calls") or [])
     return "" if choice["finish_reason"] == "length" else check_turn(body, message)

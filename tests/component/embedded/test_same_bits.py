@@ -105,7 +105,7 @@ for kinds in TYPES:
 
 @pytest.mark.everyday(1)
 @pytest.mark.parametrize("kinds", TYPES[:2], ids="-".join)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_give_the_same_bits_in_every_way(kinds: tuple[str, str, str], size: int, tmp_path: Path) -> None:
     if load_kernel().kvrelay_tiles() and kinds[0] == "bfloat16":
         pytest.skip("by AMX prompts and decoding differ")

@@ -12,6 +12,7 @@ import msgspec
 
 from kvrelay.fleet import WorkerRecord
 from kvrelay.messaging.messenger import Messenger
+from kvrelay.protocol.link import LinkSettings
 from kvrelay.protocol.messages import AnyBody, Generate, PeerRef, Prompt, SequenceUsage, TokenBatch, TokenEntry
 from kvrelay.protocol.sampling import FinishReason, ScoredText, TokenLogprobs
 from kvrelay.text.service import TextService
@@ -22,11 +23,13 @@ from kvrelay_router.dispatch.interface import DispatchSettings
 from kvrelay_router.http.http_server import bind, serve
 from kvrelay_router.openai.api_service import ApiSettings
 from tests.component.dispatch.fake_workers import FakeDecode, Key
-from tests.fakes.waiting import until
+from tests.fakes.waiting import PATIENCE_S, until
 
 MODEL = "test-model"
 MAX_MODEL_LEN = 1 << 20
 FIRST_ID, NUM_IDS = 5, 300
+PATIENT = LinkSettings(peer_timeout_s=PATIENCE_S)
+"""Both share an interpreter, in which one may hold the other up for long on a busy machine."""
 
 
 def score(token_id: int, num_top: int) -> TokenLogprobs:
@@ -37,7 +40,7 @@ class BulkDecode(FakeDecode):
     """Answers each request in one message, and all that arrived together in the same one, like one long step."""
 
     def __init__(self) -> None:
-        super().__init__("d0", max_model_len=MAX_MODEL_LEN)
+        super().__init__("d0", max_model_len=MAX_MODEL_LEN, settings=PATIENT)
         self._answers: list[TokenEntry] = []
 
     @property
@@ -118,7 +121,9 @@ async def bulk_router(text: TextService, **settings: Any) -> AsyncIterator[int]:
         return [thread.record]
 
     dispatcher = RouterDispatcher(
-        lambda on_event: Messenger("router", on_event), list_workers, DispatchSettings(max_requests=4096)
+        lambda on_event: Messenger("router", on_event, settings=PATIENT),
+        list_workers,
+        DispatchSettings(max_requests=4096),
     )
     dispatcher.start()
     try:

@@ -7,6 +7,7 @@ separate so that the head can run in slices: logits of a whole chunk take vocabu
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -378,11 +379,10 @@ def numerics_of(model: CausalModel) -> str:
     num_mlp_parts = 1 if part.mlps is None else part.mlps.size
     group = source.ranks.tensor_parallel or source.ranks.data_parallel
     sums = "" if group is None or group.shares_memory else "no shared memory"
-    return _short_hash(
-        *(layers, model.backend.name, str(model.backend.batch_invariant), device, torch.__version__),
-        *(str(layout.dtype), str(layout.pool_dtype), source.quantization),
-        *(str(part.tensor_size), str(part.pipeline_size), str(num_mlp_parts), sums),
-    )
+    facts = [layers, model.backend.name, str(model.backend.batch_invariant), device, torch.__version__]
+    facts += [str(layout.dtype), str(layout.pool_dtype), source.quantization]
+    facts += [str(part.tensor_size), str(part.pipeline_size), str(num_mlp_parts), sums]
+    return _short_hash(facts)
 
 
 def _numerics_with_ranks(model: CausalModel) -> str:
@@ -393,10 +393,10 @@ def _numerics_with_ranks(model: CausalModel) -> str:
     if ranks.all_ranks is None:
         return own
     every = ranks.all_ranks.exchange([int(own, 16)])
-    return _short_hash(own, *map(str, every))
+    return _short_hash([own, *map(str, every)])
 
 
-def _short_hash(*facts: str) -> str:
+def _short_hash(facts: Iterable[str]) -> str:
     return blake2b("\0".join(facts).encode(), digest_size=4).hexdigest()
 
 

@@ -184,10 +184,13 @@ def token_text(value: Any) -> str | None:
 
 def _read_object(path: Path) -> dict[str, Any]:
     """The content of a JSON file; empty if there is none. Raises ValueError if it holds no object."""
-    if not path.is_file():
-        return {}
+    return object_in(path, path.read_bytes()) if path.is_file() else {}
+
+
+def object_in(path: Path, text: str | bytes) -> dict[str, Any]:
+    """The JSON object that is the content of a file. Raises ValueError if it is none."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):

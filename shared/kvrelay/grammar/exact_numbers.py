@@ -76,7 +76,7 @@ class ExactSchema:
             return self._reference(schema["$ref"], depth)
         if keys == {"anyOf"} or (keys == {"allOf"} and len(schema["allOf"]) == 1):
             (parts,) = (schema[name] for name in keys)
-            return _either([self._value(each, depth + 1) for each in parts])
+            return either([self._value(each, depth + 1) for each in parts])
         if "const" in keys or "enum" in keys:
             return self._listed(schema, keys)
         types = _types_of(schema)
@@ -117,7 +117,7 @@ class ExactSchema:
         texts = [_written(each) for each in values if _has_type(each, types) and _is_within(each, bounds)]
         if not texts:
             raise GrammarError("no output satisfies it")
-        return self._terminal(_either([json.dumps(each, ensure_ascii=False) for each in texts]))
+        return self._terminal(either([_quoted(each) for each in texts]))
 
     def _number_or_other(self, schema: Schema, types: set[str], depth: int) -> str:
         """Bounds are about numbers alone: values of other types need not follow them."""
@@ -128,7 +128,7 @@ class ExactSchema:
         if not rest:
             return number
         others = {name: value for name, value in schema.items() if name not in _OF_NUMBERS}
-        return _either([number, self._value(others | {"type": rest}, depth + 1)])
+        return either([number, self._value(others | {"type": rest}, depth + 1)])
 
     def _object(self, schema: Schema, depth: int) -> str:
         properties, required = schema.get("properties", {}), schema.get("required", [])
@@ -140,7 +140,7 @@ class ExactSchema:
             if value is not False or is_required:
                 items.append((self._property(_quoted(json.dumps(name)), value, depth), is_required))
         if others is not False:
-            taken = _either([_quoted(json.dumps(name)) for name in names])
+            taken = either([_quoted(json.dumps(name)) for name in names])
             name = self._terminal(f"{_STRING} & ~{taken}" if names else _STRING)
             other = self._rule(self._property(name, others, depth))
             items.append((f'{other} ("," {self._space} {other})*', False))
@@ -325,7 +325,7 @@ def _number(low: Bound, high: Bound, *, is_integer: bool) -> str:
     found = [each for each in parts if each is not None]
     if not found:
         raise GrammarError("no output satisfies it")
-    return _either(found)
+    return either(found)
 
 
 def _magnitude(sign: str, low: tuple[Decimal, bool], high: Bound, is_integer: bool) -> str | None:
@@ -406,7 +406,8 @@ def _fraction_at_most(digits: str, is_within: bool) -> str:
     return "|".join([*([f"{digits[0]}0*"] if is_within else []), *less])
 
 
-def _either(choices: Sequence[str]) -> str:
+def either(choices: Sequence[str]) -> str:
+    """An expression in Lark that takes what one of these takes."""
     return f"({' | '.join(choices)})"
 
 

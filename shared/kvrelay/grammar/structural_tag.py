@@ -20,7 +20,7 @@ from typing import Any
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from kvrelay.grammar.exact_numbers import exact_schema, in_slashes, may_be_rounded
+from kvrelay.grammar.exact_numbers import either, exact_schema, in_slashes, may_be_rounded
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.grammar.schema_rewrite import rewritten
 
@@ -113,7 +113,7 @@ class _Written:
                 firsts = [self.expression(each, "", depth + 1) for each in elements]
                 return _joined(*firsts, self.expression(last, end, depth + 1))
             case {"type": "or", "elements": [_, *_] as elements}:
-                return _either([self.expression(each, end, depth + 1) for each in elements])
+                return either([self.expression(each, end, depth + 1) for each in elements])
             case {"type": "tag"}:
                 return _joined(self._tag(tag_format, "", depth), _quoted(end))
             case {"type": "triggered_tags", "triggers": list() as triggers, "tags": [_, *_] as tags}:
@@ -162,15 +162,15 @@ class _Written:
             if not found:
                 raise GrammarError(f"no trigger is the beginning of {begin!r}")
             choices.append(_joined(self._text_until(found[0]), self._tag(tag, found[0], depth)))
-        one = _either(choices)
+        one = either(choices)
         rest = self._text_until(end) if end else "TAG_TEXT"
         if tag_format.get("stop_after_first"):
             first = _joined(one, _quoted(end))
-            return first if tag_format.get("at_least_one") else _either([first, rest])
+            return first if tag_format.get("at_least_one") else either([first, rest])
         return _joined(f"{one}{'+' if tag_format.get('at_least_one') else '*'}", rest)
 
     def _separated(self, tag_format: dict[str, Any], separator: str, tags: list[Any], depth: int) -> str:
-        one = _either([self._tag(tag, "", depth) for tag in tags])
+        one = either([self._tag(tag, "", depth) for tag in tags])
         more = "" if tag_format.get("stop_after_first") else f"({_joined(_quoted(separator), one)})*"
         expression = _joined(one, more)
         return expression if tag_format.get("at_least_one") else f"({expression})?"
@@ -178,7 +178,7 @@ class _Written:
     def _lazy(self, text: Marker) -> str:
         """A text that the lexer takes as soon as it is there."""
         if isinstance(text, dict):
-            return _either([_quoted(text), *filter(None, [self._lazy(_text_of(text))])])
+            return either([_quoted(text), *filter(None, [self._lazy(_text_of(text))])])
         if not text:
             return ""
         name = f"lazy_{len(self.rules)}"
@@ -189,7 +189,7 @@ class _Written:
         """Free text to the first `end`. Both are one lexeme, unless `end` is a token."""
         if isinstance(end, dict):
             until_token, text = _joined("TAG_TEXT", _quoted(end)), _text_of(end)
-            return _either([until_token, self._text_until(text)]) if text else until_token
+            return either([until_token, self._text_until(text)]) if text else until_token
         if end not in self._texts_until:
             self._texts_until[end] = f"until_{len(self.rules)}"
             self.rules.append(f"{self._texts_until[end]}[lazy]: TAG_TEXT {_quoted(end)}")
@@ -239,7 +239,3 @@ def _quoted(marker: Marker) -> str:
 
 def _joined(*parts: str) -> str:
     return f"({' '.join(filter(None, parts))})" if any(parts) else '""'
-
-
-def _either(choices: list[str]) -> str:
-    return f"({' | '.join(choices)})"

@@ -8,7 +8,6 @@ keeps the flags it has there.
 
 from __future__ import annotations
 
-import json
 import logging
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from kvrelay.model_directory import identity_of, token_text, wrong_file
+from kvrelay.model_directory import identity_of, object_in, token_text, wrong_file
 
 logger = logging.getLogger(__name__)
 TOKENIZER_PATTERNS = [
@@ -263,12 +262,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(_read_text(path))
+        return object_in(path, _read_text(path))
     except ValueError as error:
-        raise TokenizerNotFound(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise TokenizerNotFound(f"{path} holds no JSON object")
-    return content
+        raise TokenizerNotFound(str(error)) from error
 
 
 def _read_text(path: Path) -> str:

@@ -20,7 +20,7 @@ from kvrelay.grammar.grammar_compiler import TokenMask, address_of
 def apply_masks(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[TokenMask]) -> None:
     """Sets the logits, `[rows, vocab]` float32, of tokens that the masks of `rows` do not allow to minus infinity, in
     place."""
-    kernel = _kernel() if logits.device.type == "cpu" and logits.stride(1) == 1 else None
+    kernel = _kernel_for(logits)
     if kernel is None:
         packed = to_device(np.stack([mask[: -(-logits.shape[1] // 32)] for mask in masks]), logits.device)
         _find_kernel(logits.device.type)(logits, to_device(np.array(rows, np.int64), logits.device), packed)
@@ -45,9 +45,7 @@ def most_likely(
 
     `masks`: the allowed tokens by row; rows without a mask allow all. One pass over the logits, which are not changed.
     """
-    if logits.device.type != "cpu" or logits.dtype != torch.float32 or logits.stride(1) != 1:
-        return None
-    kernel = _kernel()
+    kernel = _kernel_for(logits)
     if kernel is None:
         return None
     addresses = np.zeros(len(logits), np.uintp)
@@ -69,9 +67,7 @@ def most_likely(
 def to_weights(logits: torch.Tensor, scales: NDArray[np.float32]) -> bool:
     """Replaces `logits`, `[rows, vocab]`, by `exp((logit - the row's greatest) * scale)`. `scales` is `[rows]`. False,
     and nothing is changed, if the logits are not float32 on a CPU that has the kernel."""
-    if logits.device.type != "cpu" or logits.dtype != torch.float32 or logits.stride(1) != 1:
-        return False
-    kernel = _kernel()
+    kernel = _kernel_for(logits)
     if kernel is None:
         return False
     kernel.kvrelay_weights(
@@ -96,6 +92,12 @@ def apply_by_torch(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor
     shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
     forbidden = (((masks[:, :, None] >> shifts) & 1) == 0).flatten(1)[:, : logits.shape[1]]
     logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(forbidden, -torch.inf))
+
+
+def _kernel_for(logits: torch.Tensor) -> ctypes.CDLL | None:
+    """The kernel, if the logits are float32 on a CPU and those of a row lie side by side."""
+    fits = logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.stride(1) == 1
+    return _kernel() if fits else None
 
 
 @cache

@@ -230,8 +230,7 @@ class GroupCoordinator:
         elif tensor.is_cuda:
             self._wait(tensor, lambda group: group.allreduce([tensor]))
         else:
-            first, *others = (torch.empty_like(tensor) for _ in range(self.size))
-            self._wait(tensor, lambda group: group.allgather([[first, *others]], [tensor]))
+            first, *others = self._gather_to_all(tensor)
             total = first.float()
             for each in others:
                 total += each
@@ -244,14 +243,19 @@ class GroupCoordinator:
             with self._shared_collective():
                 parts = self._shared.gather(tensor, self._check_here, is_wanted=to_all or self.rank == 0)
         elif to_all:
-            parts = [torch.empty_like(tensor) for _ in range(self.size)]
-            self._wait(tensor, lambda group: group.allgather([parts], [tensor]))
+            parts = self._gather_to_all(tensor)
         else:
             options = dist.GatherOptions()
             options.rootRank = 0
             parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == 0 else []
             self._wait(tensor, lambda group: group.gather([parts] if parts else [], [tensor], options))
         return torch.cat(parts, dim=-1) if parts else None
+
+    def _gather_to_all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """All ranks' contiguous tensors of this shape, without shared memory."""
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._wait(tensor, lambda group: group.allgather([parts], [tensor]))
+        return parts
 
     @property
     def shares_memory(self) -> bool:

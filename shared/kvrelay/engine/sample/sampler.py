@@ -6,6 +6,7 @@ is left), then sampling. Steps that are greedy and unadjusted take one argmax.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock
@@ -36,6 +37,7 @@ Seen = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]
 """Earlier tokens, flat over all rows: the row, the token id, how often it occurred in the output."""
 
 _WORTH_IT = 0.1  # share of batches: a step launched ahead gains about this share of a step
+_LOG2_E = 1 / math.log(2)
 
 
 class Sampler:
@@ -279,9 +281,11 @@ class Sampler:
     def _weights(self, logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         """Weights relative to the most likely token's 1, at each row's temperature. Overwrites `logits`."""
         # The peak is subtracted first, so that a small temperature cannot overflow.
-        scales = (1 / parameters["temperature"]).astype(np.float32)
-        if not to_weights(logits, scales):
-            logits.sub_(logits.amax(dim=-1, keepdim=True)).mul_(to_device(scales, self._device)[:, None]).exp_()
+        scales = 1 / parameters["temperature"]
+        if not to_weights(logits, scales.astype(np.float32)):
+            # On a CPU torch's exp takes 7 to 40 times as long for minus infinity and for results near 0, exp2 does not.
+            in_powers = to_device((_LOG2_E * scales).astype(np.float32), self._device)
+            logits.sub_(logits.amax(dim=-1, keepdim=True)).mul_(in_powers[:, None]).exp2_()
         return logits
 
     def _limits(self, parameters: Parameters) -> Limits:

@@ -98,6 +98,12 @@ class RouterConfig(CommonConfig):
         "flag for several (default: none)",
         json_schema_extra={"flags": ["--allowed-origin"], "list": True},
     )
+    root_path: str = Field(
+        default="",
+        pattern=r"^((/[A-Za-z0-9._~-]+)+|)$",
+        description="path before those of the API behind a proxy, as in /llm: requests may have it or not, and "
+        "/openapi.json says it",
+    )
     response_store_bytes: ByteSize = Field(
         default=ByteSize(64 << 20),
         ge=0,

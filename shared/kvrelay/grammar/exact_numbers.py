@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
+from kvrelay.excerpts import quoted
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.grammar.schema_rewrite import LISTS, MAPS, SINGLE, TYPES, referred
 
@@ -197,7 +198,7 @@ def _is_rounded(schema: Schema, root: Schema) -> bool:
         if any(_is_inexact(part.get(name)) for name in ("const", "enum", *_BOUNDS)):
             return True
         if isinstance(step := part.get("multipleOf"), float) and _is_inexact(step):
-            raise GrammarError(f"the multipleOf {step!r} has too many digits")
+            raise GrammarError(f"the multipleOf {quoted(step)} has too many digits")
         reference = part.get("$ref")
         found = [part.get(name) for name in SINGLE]
         found += [each for name in LISTS if isinstance(part.get(name), list) for each in part[name]]
@@ -292,7 +293,7 @@ def _is_within(value: Any, bounds: tuple[Bound, Bound]) -> bool:
 
 def _decimal(value: int | float) -> Decimal:
     if _may_be_integer(value) or value != value:
-        raise GrammarError(f"the number {value!r} has more than 64 bits")
+        raise GrammarError(f"the number {quoted(value)} has more than 64 bits")
     return Decimal(repr(value) if isinstance(value, float) else value)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from kvrelay.excerpts import shortened
 from kvrelay.grammar.exact_numbers import ExactSchema, exact_schema, may_be_rounded
 from kvrelay.grammar.grammar_compiler import GrammarError, TokenMask, address_of, allow_only
 from kvrelay.grammar.schema_rewrite import rewritten
@@ -23,7 +24,6 @@ from kvrelay.grammar.structural_tag import (
     lark_grammar,
     lark_of_grammar,
     lark_of_regex,
-    shortened,
     structural_tag_to_lark,
 )
 from kvrelay.protocol.sampling import Grammar, GrammarKind

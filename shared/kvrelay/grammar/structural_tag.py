@@ -20,6 +20,7 @@ from typing import Any
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from kvrelay.excerpts import quoted, shortened
 from kvrelay.grammar.exact_numbers import either, exact_schema, in_slashes, may_be_rounded
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.grammar.schema_rewrite import rewritten
@@ -29,7 +30,6 @@ MAX_FORMATS = 4096
 Marker = str | dict[str, Any]
 """A text, or a token."""
 
-MAX_ERROR_CHARS = 1000
 DEFAULT_WHITESPACE = r" {1,2}|\r?\n( {0,64}|\t{0,16})"
 """Between JSON's tokens: two spaces, or a line break and an indentation. Models may write whitespace without end."""
 _LARK = re.compile(r"(?m)^\s*(%llguidance\b|[?!]*start\b\s*(\[[^\]]*\])?(\.-?\d+)?\s*:(?!:=))")
@@ -48,10 +48,6 @@ def lark_of_grammar(text: str, what: str) -> str:
         return text if _LARK.search(text) else str(gbnf_to_lark(text))
     except Exception as error:  # the library raises plain exceptions here
         raise GrammarError(shortened(f"{what} is neither in Lark's notation nor in GBNF: {error}")) from None
-
-
-def shortened(message: str) -> str:
-    return message if len(message) <= MAX_ERROR_CHARS else message[:MAX_ERROR_CHARS] + " ..."
 
 
 def structural_tag_to_lark(text: str, whitespace: str, *, rewrites: bool = False) -> str:
@@ -121,7 +117,7 @@ class _Written:
             case {"type": "tags_with_separator", "separator": str() as separator, "tags": [_, *_] as tags}:
                 return _joined(self._separated(tag_format, separator, tags, depth), _quoted(end))
         kind = tag_format.get("type")
-        raise GrammarError(f"the format {kind!r} of a structural tag is malformed, or not supported")
+        raise GrammarError(f"the format {quoted(kind)} of a structural tag is malformed, or not supported")
 
     def _json(self, schema: dict[str, Any] | bool, whitespace: Any) -> str:
         if not isinstance(whitespace, str):
@@ -160,7 +156,7 @@ class _Written:
             begin = tag.get("begin") if isinstance(tag, dict) else None
             found = [each for each in triggers if _begins_with(begin, each)]
             if not found:
-                raise GrammarError(f"no trigger is the beginning of {begin!r}")
+                raise GrammarError(f"no trigger is the beginning of {quoted(begin)}")
             choices.append(_joined(self._text_until(found[0]), self._tag(tag, found[0], depth)))
         one = either(choices)
         rest = self._text_until(end) if end else "TAG_TEXT"

@@ -28,6 +28,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from kvrelay.excerpts import shortened
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError
 from kvrelay.protocol.messages import pack_tokens, unpack_tokens
 from kvrelay.protocol.sampling import Grammar, GrammarKind
@@ -233,7 +234,7 @@ def _verdict(compiler: GrammarCompiler, grammar: Grammar, end_token_ids: tuple[i
     except MemoryError:
         return Verdict(TOO_LARGE)
     except BaseException as error:  # panics of the library are no Exceptions
-        return Verdict(f"it cannot be compiled: {type(error).__name__}: {str(error)[:200]}")
+        return Verdict(f"it cannot be compiled: {type(error).__name__}: {shortened(str(error), 200)}")
 
 
 def _verdict_of_fork(compiler: GrammarCompiler, grammar: Grammar, spec: CompilerSpec) -> Verdict:

@@ -30,6 +30,7 @@ BODIES: dict[str, dict[str, Any]] = GENERATIONS | {
     "/v1/messages/count_tokens": {"messages": HELLO},
     "/v1/responses/input_tokens": {"input": "otter"},
     "/v1/select": {"prompt": "otter", "choices": [" x"]},
+    "/generative_scoring": {"query": "otter", "items": [" x"], "label_token_ids": [1]},
     "/tokenize": {"prompt": "otter"},
     "/detokenize": {"tokens": [1]},
 }

@@ -17,6 +17,7 @@ import msgspec
 from starlette.requests import Request
 
 from kvrelay.config.router import RouterConfig
+from kvrelay.excerpts import quoted
 from kvrelay.telemetry.tracer import TraceContext
 from kvrelay.text.request.api_error import ApiError, wrong
 
@@ -176,7 +177,7 @@ def check_session(value: str) -> str:
     """Returns the value of the header `x-kvrelay-session`. Raises 400."""
     if value and VALID_REQUEST_ID.fullmatch(value) is None:
         allowed = "up to 128 printable ASCII characters without spaces"
-        raise wrong("x-kvrelay-session", f"the header is {value[:32]!r} (allowed: {allowed})")
+        raise wrong("x-kvrelay-session", f"the header is {quoted(value)} (allowed: {allowed})")
     return value
 
 
@@ -189,5 +190,5 @@ def check_timeout(value: str, longest_s: float) -> float:
     except ValueError:
         timeout_s = math.nan
     if not 0 < timeout_s < math.inf:
-        raise wrong("x-request-timeout", f"the header is {value[:32]!r} (allowed: seconds, more than 0)")
+        raise wrong("x-request-timeout", f"the header is {quoted(value)} (allowed: seconds, more than 0)")
     return min(timeout_s, longest_s)

@@ -9,6 +9,7 @@ import orjson
 from kvrelay.text.choice import TOOL_CALLS, Choice
 from kvrelay.text.output_parsing.events import ArgumentsDelta, ContentText, Event, ReasoningText, ToolCallBegun
 from kvrelay.text.request.api_error import ApiError
+from kvrelay_router.anthropic.messages_request import MODELS_PREFIX
 from kvrelay_router.http.error_response import anthropic_error
 from kvrelay_router.openai.answer_format import AnswerFormat
 from kvrelay_router.openai.chat_request import ChatRequest, arguments_of
@@ -69,7 +70,7 @@ class MessageFormat(AnswerFormat):
             case ReasoningText(text):
                 return self._text({"type": "thinking", "thinking": "", "signature": ""}, text)
             case ToolCallBegun(_, call_id, name):
-                return self._open({"type": "tool_use", "id": call_id, "name": name, "input": {}})
+                return self._open({"type": "tool_use", "id": _shown(call_id), "name": name, "input": {}})
             case ArgumentsDelta(_, text):
                 return self._delta(text)
             case _:
@@ -137,6 +138,12 @@ class MessageFormat(AnswerFormat):
                 return {**block, "thinking": text, "signature": self._head["id"]}
             case kind:
                 return {**block, kind: text}
+
+
+def _shown(call_id: str) -> str:
+    """The id of a call in the form of Anthropic's API."""
+    own = call_id.removeprefix("call_")
+    return f"toolu_{own}" if own != call_id else MODELS_PREFIX + call_id
 
 
 def event(kind: str, **fields: Any) -> bytes:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from kvrelay.excerpts import quoted
 from kvrelay.text.request.api_error import wrong
 from kvrelay.text.request.parsing import COMMON, Flag, RequestModel, extension_fields, refuse_unsupported
 from kvrelay.text.request.sampling_fields import Stop
@@ -22,6 +23,8 @@ FIELD_NAMES = dict.fromkeys(("response_format", "response_format.json_schema"), 
 REFUSED = ("container", "mcp_servers")
 """Fields that ask for what runs on Anthropic's servers."""
 
+MODELS_PREFIX = "toolu_own_"
+"""Before the ids of calls that the model itself wrote, which templates get back as it did."""
 
 BILLING_LINES = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*(?:\n|\Z))+")
 """Claude Code begins its system text with a line that has a hash of the request, so no two requests would share a
@@ -148,7 +151,7 @@ def _tool(tool: Any, index: int) -> dict[str, Any]:
         raise wrong(where, "it must be an object with a name")
     if tool.get("type") not in (None, "custom"):
         raise wrong(
-            f"{where}.type", f"tools of the type {tool['type']!r} are Anthropic's own; only custom ones are taken"
+            f"{where}.type", f"tools of the type {quoted(tool['type'])} are Anthropic's own; only custom ones are taken"
         )
     if not isinstance(tool.get("input_schema"), dict):
         raise wrong(f"{where}.input_schema", "it must be a JSON schema")
@@ -210,7 +213,7 @@ class Conversation:
             case "system":
                 self.add_system(content, f"{where}.content")
             case role:
-                raise wrong(f"{where}.role", f"{role!r} is unknown; known are 'user', 'assistant' and 'system'")
+                raise wrong(f"{where}.role", f"{quoted(role)} is unknown; known are 'user', 'assistant' and 'system'")
 
     def _add_user(self, content: Any, where: str) -> None:
         parts: list[TextPart] = []
@@ -226,14 +229,18 @@ class Conversation:
     def _add_result(self, block: dict[str, Any], where: str) -> None:
         call_id = block.get("tool_use_id")
         if not isinstance(call_id, str) or call_id not in self._tools:
-            raise wrong(f"{where}.tool_use_id", f"no earlier message has a tool_use block with the id {call_id!r}")
+            raise wrong(
+                f"{where}.tool_use_id", f"no earlier message has a tool_use block with the id {quoted(call_id)}"
+            )
         if call_id not in self._waiting:
-            raise wrong(f"{where}.tool_use_id", f"the tool_use block with the id {call_id!r} has a result already")
+            raise wrong(
+                f"{where}.tool_use_id", f"the tool_use block with the id {quoted(call_id)} has a result already"
+            )
         self._waiting.remove(call_id)
         parts = _text_parts(block.get("content") or "", f"{where}.content")
         message = {
             "role": "tool",
-            "tool_call_id": call_id,
+            "tool_call_id": call_id.removeprefix(MODELS_PREFIX),
             "name": self._tools[call_id],
             "content": joined_parts(parts),
         }
@@ -264,10 +271,14 @@ class Conversation:
         if not isinstance(arguments, dict):
             raise wrong(f"{where}.input", "it must be an object")
         if call_id in self._waiting:
-            raise wrong(f"{where}.id", f"another tool_use block without a result has the id {call_id!r}")
+            raise wrong(f"{where}.id", f"another tool_use block without a result has the id {quoted(call_id)}")
         self._waiting.add(call_id)
         self._tools[call_id] = name
-        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        return {
+            "id": call_id.removeprefix(MODELS_PREFIX),
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
 
     def _add_turn(self, role: str, parts: list[TextPart], extra: ChatMessage | None = None) -> None:
         """Adds a message, or its text to the last one if that is of the same role and has nothing but text."""
@@ -302,7 +313,7 @@ def _text_parts(content: Any, where: str) -> list[TextPart]:
 
 def _text(block: dict[str, Any], where: str, whose: str) -> TextPart:
     if block["type"] != "text":
-        raise wrong(where, f"content blocks of the type {block['type']!r} are not supported in {whose} message")
+        raise wrong(where, f"content blocks of the type {quoted(block['type'])} are not supported in {whose} message")
     return {"type": "text", "text": string_field(block, "text", where)}
 
 

@@ -16,8 +16,10 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp
 
+from kvrelay.excerpts import shortened
 from kvrelay.fleet.key_limits import OwnLimits, SharedLimits
 from kvrelay.telemetry.pages import Page
 from kvrelay.text.request.api_error import ApiError
@@ -36,6 +38,7 @@ from kvrelay_router.http.error_response import error_response
 from kvrelay_router.openai.api_service import ApiService, ApiSettings, FurtherModel, ServedModels
 from kvrelay_router.openai.chat_request import ChatRequest
 from kvrelay_router.openai.delivery import as_api_error
+from kvrelay_router.openai.generative_scoring import ScoringRequest
 from kvrelay_router.openai.request_metrics import OPERATION_BY_PATH, RequestMetrics
 from kvrelay_router.openai.select import SelectText
 from kvrelay_router.responses.response_store import ResponseStore, StoredConversations
@@ -72,6 +75,8 @@ def create_app(
     service = ApiService(settings, dispatcher, text, in_progress, rate_limiter, memory=memory)
     models = ServedModels(service, further)
     app = FastAPI(title="kvrelay", redirect_slashes=False, docs_url=None, redoc_url=None)
+    if settings.root_path:
+        app.servers = [{"url": settings.root_path}]
     app.add_exception_handler(Exception, _on_error)
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -85,6 +90,7 @@ def create_app(
         _endpoints(app, OPERATION_BY_PATH),
         keys=KeyRing(settings.api_keys, settings.callers),
         router_id=settings.router_id,
+        root_path=settings.root_path,
         metrics=metrics or RequestMetrics(settings.model_name),
         memory=memory,
     )
@@ -99,10 +105,16 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Unknown routes and wrong methods."""
     assert isinstance(error, HTTPException)
     status, headers = error.status_code, dict(error.headers or {})
+    path = shortened(request.url.path)
     if status == 404:
-        message, code = f"Unknown request URL: {request.method} {request.url.path}", "unknown_url"
+        message, code = f"Unknown request URL: {request.method} {path}", "unknown_url"
     elif status == 405:
-        message, code = f"Method {request.method} is not allowed for {request.url.path}", "method_not_allowed"
+        message, code = f"Method {request.method} is not allowed for {path}", "method_not_allowed"
+        # Starlette's header has the methods of one route, and a path may have several.
+        routes = request.app.routes
+        first = next(each.path for each in routes if each.matches(request.scope)[0] is not Match.NONE)
+        methods = {method for each in routes if each.path == first for method in each.methods}
+        headers = {"allow": ", ".join(sorted(methods))}
     else:
         message, code = error.detail, None
     return error_response(ApiError(message, status=status, code=code, headers=headers), request.url.path)
@@ -133,13 +145,20 @@ def _add_posts(app: FastAPI, models: ServedModels, store: ResponseStore | None) 
         ("/v1/responses", generations.response, ResponsesRequest),
         ("/v1/responses/input_tokens", tokens.count_response, ResponsesRequest),
         ("/v1/select", generations.select, SelectText),
+        ("/generative_scoring", generations.score, ScoringRequest),
         ("/tokenize", tokens.tokenize, TokenizeText),
         ("/detokenize", tokens.detokenize, DetokenizeTokens),
     ]
     for path, endpoint, model in routes:
         app.add_api_route(path, endpoint, methods=["POST"], response_model=None, openapi_extra=_body_schema(model))
-    app.add_api_route("/v1/responses/{response_id}", conversations.get, methods=["GET"], response_model=None)
+    _add_get(app, "/v1/responses/{response_id}", conversations.get)
+    _add_get(app, "/v1/responses/{response_id}/input_items", conversations.input_items)
     app.add_api_route("/v1/responses/{response_id}", conversations.delete, methods=["DELETE"], response_model=None)
+
+
+def _add_get(app: FastAPI, path: str, endpoint: Any, *, is_shown: bool = True) -> None:
+    app.add_api_route(path, endpoint, methods=["GET"], response_model=None, include_in_schema=is_shown)
+    app.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
 
 
 def _add_operations(app: FastAPI, models: ServedModels) -> None:
@@ -158,8 +177,7 @@ def _add_operations(app: FastAPI, models: ServedModels) -> None:
         ("/requests/{request_id:path}", operations.request),
     ]
     for path, endpoint in routes:
-        app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
-        app.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
+        _add_get(app, path, endpoint)
     app.add_api_route("/sessions", operations.end_sessions, methods=["DELETE"], response_model=None)
     app.add_api_route("/sessions/{session}", operations.end_session, methods=["DELETE"], response_model=None)
     app.add_api_route("/ping", operations.health, methods=["POST"], response_model=None)
@@ -173,7 +191,7 @@ def _add_api_page(app: FastAPI, model: str) -> None:
             page.append(await asyncio.to_thread(lambda: api_page(app.openapi(), model)))
         return Response(page[0], media_type="text/html", headers=PAGE_HEADERS)
 
-    app.add_api_route("/docs", docs, methods=["GET"], response_model=None, include_in_schema=False)
+    _add_get(app, "/docs", docs, is_shown=False)
 
 
 def _add_metrics(app: FastAPI, metrics_page: Callable[[], Page]) -> None:
@@ -181,8 +199,7 @@ def _add_metrics(app: FastAPI, metrics_page: Callable[[], Page]) -> None:
         page = metrics_page()
         return Response(page.body, page.status, media_type=page.content_type)
 
-    for method in ("GET", "HEAD"):
-        app.add_api_route("/metrics", metrics, methods=[method], response_model=None, include_in_schema=method == "GET")
+    _add_get(app, "/metrics", metrics)
 
 
 @functools.cache  # a schema takes 5 to 20 ms
@@ -204,6 +221,9 @@ EXAMPLES = {
         '{"model": "MODEL", "max_tokens": 64, "messages": [{"role": "user", "content": "What is an otter?"}]}'
     ),
     "/v1/select": '{"model": "MODEL", "prompt": "An otter is", "choices": [" a bird.", " a mammal."]}',
+    "/generative_scoring": (
+        '{"model": "MODEL", "query": "Is this a bird? ", "items": ["An otter."], "label_token_ids": [7, 8]}'
+    ),
     "/tokenize": '{"model": "MODEL", "prompt": "An otter"}',
     "/detokenize": '{"model": "MODEL", "tokens": [7, 8]}',
 }

@@ -25,6 +25,7 @@ from kvrelay_router.openai.chat_planning import plan_chat
 from kvrelay_router.openai.chat_request import ChatFields, ChatRequest, parse_batch, parse_chat
 from kvrelay_router.openai.completions import CompletionFormat, plan_completion
 from kvrelay_router.openai.delivery import GenerationResponse
+from kvrelay_router.openai.generative_scoring import ScoringFormat, parse_scoring, plan_scoring
 from kvrelay_router.openai.request_metrics import OPERATION_BY_PATH, TIMINGS
 from kvrelay_router.openai.select import SelectFormat, parse_select, plan_select
 from kvrelay_router.responses import responses_request
@@ -92,6 +93,16 @@ class GenerationEndpoints:
         head = service.answer_head(f"select-{names.unique}", "select", request.model)
         return GenerationResponse(service, plan, SelectFormat(head, request.normalization, groups))
 
+    async def score(self, http: Request) -> Response:
+        """As in vLLM: how likely a token is to follow a query with each item."""
+        service, content = await self._models.read(http)
+        names, request = names_of(http), parse_scoring(content, service.settings.max_sequences)
+        plan = await _planned(http, service, plan_scoring(service, names, request))
+        head = service.answer_head(
+            f"generative-scoring-{names.unique}", "list", request.model or service.settings.model_name
+        )
+        return GenerationResponse(service, plan, ScoringFormat(head, request, plan.runs))
+
     async def message(self, http: Request) -> Response:
         """Anthropic's API. An output that the context has no room for is cut."""
         service, content = await self._models.read(http)
@@ -117,7 +128,7 @@ class GenerationEndpoints:
             chat_request = parse_chat(responses_request.chat_body(request, messages, content))
             planning = plan_chat(service, names, [chat_request], output, prompt_param="input")
             plan = await _planned(http, service, planning)
-        keep = self._conversations.keep(owner, earlier, items) if request.store else None
+        keep = self._conversations.keep(names.unique, owner, earlier, items) if request.store else None
         (run,) = plan.runs
         answer = ResponseFormat(names.unique, request, run, service.text.tokenizer, keep)
         return GenerationResponse(service, plan, answer)

@@ -26,7 +26,8 @@ class AuthMiddleware:
 
     Sets `names` (`RequestNames`), `TIMINGS` and `BODY` in the request's state. Calls the endpoint of a POST request
     whose path is in `endpoints`, and `app` for all others: FastAPI's layers cost about as much as everything else that
-    a request needs before its first token, and every event of a stream would pass through them.
+    a request needs before its first token, and every event of a stream would pass through them. All see paths without
+    `root_path`, whether a proxy has removed it or not.
     """
 
     def __init__(
@@ -36,10 +37,12 @@ class AuthMiddleware:
         *,
         keys: KeyRing,
         router_id: str,
+        root_path: str,
         metrics: RequestMetrics,
         memory: PendingMemory,
     ) -> None:
         self._app, self._endpoints = app, endpoints
+        self._root_path = root_path
         self._router_header = (b"x-kvrelay-router", router_id.encode())
         self._metrics, self._memory = metrics, memory
         self._keys = keys
@@ -48,6 +51,8 @@ class AuthMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if self._root_path and scope["path"].startswith(f"{self._root_path}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(self._root_path)}
         if scope["http_version"] == "1.0":
             send = _in_one_piece(send)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}

@@ -13,6 +13,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvrelay.excerpts import quoted
 from kvrelay.text.request.api_error import ApiError, no_worker_ready
 from kvrelay_router.access.identity import check_session, names_of
 from kvrelay_router.http.error_response import json_response
@@ -175,7 +176,7 @@ class OperationRoutes:
     def _not_found(self, request_id: str) -> ApiError:
         router_id = self._service.settings.router_id
         return ApiError(
-            f"No request '{request_id}' is known to {router_id}: the router that served it names itself in the "
+            f"No request {quoted(request_id)} is known to {router_id}: the router that served it names itself in the "
             f"answer's header x-kvrelay-router",
             status=404,
             code="request_not_found",

@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from kvrelay.excerpts import quoted
 from kvrelay.telemetry.metrics import MetricSamples, samples_by, single_sample
 from kvrelay.text.request.api_error import ApiError
 
@@ -109,7 +110,7 @@ async def read_json_object(request: Request, limit_bytes: int) -> dict[str, Any]
     except orjson.JSONDecodeError as error:
         if (encoding := request.headers.get("content-encoding", "identity").lower()) != "identity":
             raise ApiError(
-                f"The request body comes as {encoding[:32]!r}; bodies are read as they are",
+                f"The request body comes as {quoted(encoding)}; bodies are read as they are",
                 status=415,
                 code="unsupported_encoding",
             ) from error

@@ -18,6 +18,17 @@ HEADERS = (
     (b"x-accel-buffering", b"no"),
 )
 
+_LINE_ENDS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
+"""Characters at which readers of lines, such as httpx's, end a line of an event, and their form in JSON."""
+
+
+def escaped(events: bytes) -> bytes:
+    """The events, without such characters in their JSON."""
+    if not events.isascii():
+        for character, in_json in _LINE_ENDS:
+            events = events.replace(character, in_json)
+    return events
+
 
 class EventStream:
     """The answer of one request. Its task uses `start`, `send` and `end`; callbacks use `write`.
@@ -38,7 +49,7 @@ class EventStream:
 
     def write(self, events: bytes) -> None:
         """Writes events, without waiting."""
-        steps = self._send({"type": "http.response.body", "body": events, "more_body": True}).__await__()
+        steps = self._send({"type": "http.response.body", "body": escaped(events), "more_body": True}).__await__()
         try:
             awaited = next(steps)
         except StopIteration:
@@ -62,7 +73,7 @@ class EventStream:
     async def _send_part(self, events: bytes, *, is_last: bool) -> None:
         if self._unfinished is not None and not self._unfinished.done():
             await self._unfinished
-        await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
+        await self._send({"type": "http.response.body", "body": escaped(events), "more_body": not is_last})
 
 
 async def _finish(awaited: Any, steps: Generator[Any, Any, None]) -> None:

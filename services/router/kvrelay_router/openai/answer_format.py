@@ -138,17 +138,18 @@ def completion_logprobs(
     }
 
 
-def chat_logprobs(tokenizer: TokenSpellings, entries: list[TokenLogprobs], num_top: int) -> dict[str, Any]:
-    """The chat form: one object a token, with its bytes."""
-    return {"content": [_chat_entry(tokenizer, entry, num_top) for entry in entries], "refusal": None}
+def chat_logprobs(
+    tokenizer: TokenSpellings, entries: list[TokenLogprobs], num_top: int, *, with_own: bool = False
+) -> dict[str, Any]:
+    """The chat form: one object a token, with its bytes. `with_own`: the alternatives always contain the token."""
+    return {"content": [_chat_entry(tokenizer, entry, num_top, with_own) for entry in entries], "refusal": None}
 
 
-def _chat_entry(tokenizer: TokenSpellings, entry: TokenLogprobs, num_top: int) -> dict[str, Any]:
-    top = [
-        _chat_token(tokenizer, token_id, logprob)
-        for token_id, logprob in zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False)
-    ]
-    return {**_chat_token(tokenizer, entry.token_id, entry.logprob), "top_logprobs": top}
+def _chat_entry(tokenizer: TokenSpellings, entry: TokenLogprobs, num_top: int, with_own: bool) -> dict[str, Any]:
+    own = _chat_token(tokenizer, entry.token_id, entry.logprob)
+    top_ids = entry.top_ids[:num_top]
+    top = [_chat_token(tokenizer, *pair) for pair in zip(top_ids, entry.top_logprobs, strict=False)]
+    return {**own, "top_logprobs": [own, *top] if with_own and entry.token_id not in top_ids else top}
 
 
 def _chat_token(tokenizer: TokenSpellings, token_id: int, logprob: float) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from kvrelay.config.router import MAX_BODY_BYTES, RouterConfig
 from kvrelay.config.table_files import OwnKeyLimits
+from kvrelay.excerpts import quoted
 from kvrelay.fleet.key_limits import KeyLimits
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.protocol.sampling import Grammar, GrammarKind
@@ -27,7 +28,7 @@ from kvrelay_router.http.body import PendingMemory, read_json_object
 from kvrelay_router.openai.request_metrics import TIMINGS
 
 MAX_ALIASES = 4096
-ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
+ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "select-", "generative-scoring-", "msg_", "resp_")
 _ANY_ARRAY = '{"type":"array"}'
 
 
@@ -39,6 +40,7 @@ class ApiSettings:
     router_id: str = "router"
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()  # origins of web pages that may call the API; "*" allows all
+    root_path: str = ""  # a proxy's prefix of all paths
     max_body_bytes: int = MAX_BODY_BYTES
     max_answer_bytes: int = 64 << 20
     request_timeout_s: float = 600.0
@@ -56,6 +58,7 @@ class ApiSettings:
             router_id=config.router_id,
             api_keys=tuple(key.get_secret_value() for key in (*config.api_keys, *config.admin_api_keys)),
             allowed_origins=config.allowed_origins,
+            root_path=config.root_path,
             request_timeout_s=config.request_timeout_s,
             max_requests=config.max_queued_requests,
             key_rules=KeyRules(
@@ -154,7 +157,7 @@ class ApiService:
 
 def model_not_found(model: str) -> ApiError:
     """404 for a model that is not served here."""
-    message = f"The model '{model}' does not exist; GET /v1/models lists the names that are served"
+    message = f"The model {quoted(model)} does not exist; GET /v1/models lists the names that are served"
     return ApiError(message, status=404, param="model", code="model_not_found")
 
 

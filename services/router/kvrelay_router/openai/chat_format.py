@@ -101,6 +101,7 @@ class ChatFormat(CompletionsFormat):
         return opening
 
     def document(self, usage: dict[str, Any]) -> dict[str, Any]:
+        run, num_top = self._runs[0], self._request.prompt_logprobs
         answer: dict[str, Any] = {
             **self._head,
             "choices": [
@@ -109,14 +110,11 @@ class ChatFormat(CompletionsFormat):
                 for choice in run.choices
             ],
             "usage": usage,
+            # Batches have none.
+            "prompt_logprobs": None if num_top is None else prompt_scores(self._tokenizer, num_top, run, run),
         }
-        if len(self._runs) > 1:
-            return answer
-        (run,) = self._runs
-        if self._request.return_token_ids:
+        if self._request.return_token_ids and len(self._runs) == 1:
             answer["prompt_token_ids"] = run.request.prompt_ids
-        if (num_top := self._request.prompt_logprobs) is not None:
-            answer["prompt_logprobs"] = prompt_scores(self._tokenizer, num_top, run, run)
         return answer
 
     def _choice(self, choice: Choice, echoed: str) -> dict[str, Any]:
@@ -127,7 +125,9 @@ class ChatFormat(CompletionsFormat):
         details: dict[str, Any] = {"logprobs": None}
         if self._request.logprobs:
             texts = TOKEN_IDS if self._request.return_tokens_as_token_ids else self._tokenizer
-            details["logprobs"] = chat_logprobs(texts, records.logprobs, self._request.top_logprobs)
+            details["logprobs"] = chat_logprobs(
+                texts, records.logprobs, self._request.top_logprobs, with_own=bool(self._request.logprob_token_ids)
+            )
         if self._request.return_token_ids:
             details["token_ids"] = records.token_ids
         return details

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import orjson
 
+from kvrelay.excerpts import quoted
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.protocol.sampling import Grammar, GrammarKind
 from kvrelay.text.output_parsing.call_grammar import WHITESPACE, Marker, MarkerOf, Unconstrainable, format_of
@@ -254,7 +255,8 @@ async def _check_each(service: ApiService, calls: CallGrammar, tools: Sequence[T
         try:
             await service.text.grammars.check(_grammar(calls.required([tool], is_parallel=False)))
         except GrammarError as error:
-            raise wrong("tools", f"calls of {tool.name!r} cannot be constrained to its parameters: {error}") from None
+            reason = f"calls of {quoted(tool.name)} cannot be constrained to its parameters: {error}"
+            raise wrong("tools", reason) from None
 
 
 def _markers(service: ApiService) -> MarkerOf:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import orjson
 from pydantic import BeforeValidator, Field, SkipValidation
 
+from kvrelay.excerpts import quoted
 from kvrelay.protocol.sampling import GrammarKind
 from kvrelay.text.chat_template import RESERVED_NAMES, Message
 from kvrelay.text.request.api_error import ApiError, wrong
@@ -80,7 +81,7 @@ def _message(value: Any, index: int) -> Message:
         raise wrong_type(f"message {index} must be an object")
     role = value.get("role")
     if role not in ROLES:
-        raise invalid(f"message {index} has the unknown role {role!r}; known are {', '.join(ROLES)}")
+        raise invalid(f"message {index} has the unknown role {quoted(role)}; known are {', '.join(ROLES)}")
     message: Message = {"role": role, "content": _content(value, role, index)}
     for name in (*PASSED_ON, *REASONING):
         if value.get(name) is not None:
@@ -91,8 +92,8 @@ def _message(value: Any, index: int) -> Message:
     if reasoning is not None:
         message |= {"reasoning_content": reasoning, "thinking": reasoning}
         message.pop("reasoning", None)
-    if value.get("tool_calls"):
-        message["tool_calls"] = [_tool_call(call, index) for call in _as_list(value["tool_calls"], index)]
+    if (calls := value.get("tool_calls")) is not None and _as_list(calls, index):
+        message["tool_calls"] = [_tool_call(call, index) for call in calls]
     return message
 
 
@@ -118,7 +119,7 @@ def _text_part(part: Any, role: str, index: int) -> dict[str, str]:
     if part["type"] == "refusal" and role == "assistant":
         part = {"type": "text", "text": part.get("refusal")}
     if part["type"] not in TEXT_TYPES:
-        raise invalid(f"message {index} has a content part of type {part['type']!r}; only 'text' is supported")
+        raise invalid(f"message {index} has a content part of type {quoted(part['type'])}; only 'text' is supported")
     if not isinstance(part.get("text"), str):
         raise wrong_type(f"a text part of message {index} has no text")
     return {"type": "text", "text": part["text"]}

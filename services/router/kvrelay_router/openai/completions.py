@@ -157,9 +157,8 @@ class CompletionFormat(CompletionsFormat):
             scores = None if num_top is None else prompt_scores(self._tokenizer, num_top, run, self._runs[0])
             for choice in self._best(run):
                 text, records = choice.take_text(), choice.take_records()
-                contents.append(self._fields(run, choice, len(contents), text, records, is_first=True))
-                if scores is not None:
-                    contents[-1]["prompt_logprobs"] = scores
+                content = self._fields(run, choice, len(contents), text, records, is_first=True)
+                contents.append({**content, "prompt_logprobs": scores})
         return {**self._head, "choices": contents, "usage": usage}
 
     def _best(self, run: PromptRun) -> list[Choice]:

@@ -21,6 +21,7 @@ OPERATION_BY_PATH = {
     "/v1/messages": "chat",
     "/v1/responses": "chat",
     "/v1/select": "select",
+    "/generative_scoring": "score",
     "/invocations": "chat",
 }
 """The measured paths, with the name of their operation in OpenTelemetry's conventions."""

@@ -11,6 +11,7 @@ import orjson
 from msgspec import Meta
 from pydantic import BeforeValidator, Field, SkipValidation
 
+from kvrelay.excerpts import quoted, shortened
 from kvrelay.grammar.schema_rewrite import closed
 from kvrelay.text.output_parsing.events import Tool
 from kvrelay.text.request.api_error import wrong
@@ -57,7 +58,7 @@ def _tools(value: Any) -> DefinedTools:
     for index, each in enumerate(value):
         tool = _tool(each, index)
         if tool.name in found:
-            raise invalid(f"two tools have the name {tool.name!r}")
+            raise invalid(f"two tools have the name {quoted(tool.name)}")
         found[tool.name] = tool
         function = {name: each["function"][name] for name in each["function"] if name in TOOL_SHOWN_FIELDS}
         shown.append({"type": "function", "function": function})
@@ -69,7 +70,7 @@ def _tool(value: Any, index: int) -> Tool:
     if not isinstance(value, dict):
         raise wrong_type(f"tool {index} must be an object")
     if value.get("type", "function") != "function":
-        raise invalid(f"tool {index} has the unknown type {value['type']!r}; only 'function' is supported")
+        raise invalid(f"tool {index} has the unknown type {quoted(value['type'])}; only 'function' is supported")
     function = value.get("function")
     if not isinstance(function, dict):
         raise wrong_type(f"tool {index} must have an object 'function'")
@@ -79,14 +80,14 @@ def _tool(value: Any, index: int) -> Tool:
     if not NAME.fullmatch(name):
         raise invalid(f"the name of tool {index} must have 1 to 128 letters, digits and characters of '_.-'")
     if not isinstance(function.get("description"), str | None):
-        raise wrong_type(f"the description of tool {name!r} must be a string")
+        raise wrong_type(f"the description of tool {quoted(name)} must be a string")
     if not isinstance(function.get("strict"), bool | None):
-        raise wrong_type(f"'strict' of tool {name!r} must be true or false")
+        raise wrong_type(f"'strict' of tool {quoted(name)} must be true or false")
     parameters = function.get("parameters")
     if isinstance(parameters, dict):  # Go's clients write `null` for what is empty
         parameters = {name: each for name, each in parameters.items() if each is not None}
     if parameters is not None and not (isinstance(parameters, dict) and parameters.get("type", "object") == "object"):
-        raise invalid(f"the parameters of tool {name!r} are no JSON schema of an object")
+        raise invalid(f"the parameters of tool {quoted(name)} are no JSON schema of an object")
     is_strict, parameters = bool(function.get("strict")), parameters or {}
     return Tool(name=name, parameters=closed(parameters) if is_strict else parameters, is_strict=is_strict)
 
@@ -102,7 +103,8 @@ def _tool_choice(value: Any) -> ToolChoice | None:
         case {"type": "allowed_tools"}:
             return _allowed_tools(value.get("allowed_tools"))
         case str():
-            raise invalid(f"{value!r} is unknown; known are 'none', 'auto', 'required' and an object that names tools")
+            known = "'none', 'auto', 'required' and an object that names tools"
+            raise invalid(f"{quoted(value)} is unknown; known are {known}")
     raise wrong_type(
         "it must be 'none', 'auto', 'required', {'type': 'function', 'function': {'name': ...}} or "
         "{'type': 'allowed_tools', 'allowed_tools': {'mode': ..., 'tools': [...]}}"
@@ -172,7 +174,7 @@ class ToolFields(RequestModel):
         defined = {tool.name for tool in self.defined_tools}
         for name in choice.names or ():
             if name not in defined:
-                raise wrong("tool_choice", f"there is no tool {name!r}")
+                raise wrong("tool_choice", f"there is no tool {quoted(name)}")
 
 
 def check_tool_results(messages: Sequence[dict[str, Any]]) -> None:
@@ -241,7 +243,7 @@ def check_tool_schemas(tools: Sequence[Tool]) -> None:
     for tool in tools:
         for where, part in _parts(tool.parameters):
             if reason := _wrong_part(part):
-                what = f"the parameters of tool {tool.name!r}{where} are no JSON schema: {reason}"
+                what = f"the parameters of tool {quoted(tool.name)}{where} are no JSON schema: {reason}"
                 raise wrong("tools", what)
 
 
@@ -251,7 +253,7 @@ def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         named = schema.get(keyword)
         if isinstance(named, dict):
             for name, part in named.items():
-                yield f", {keyword} {name[:100]!r},", part
+                yield f", {keyword} {quoted(name)},", part
     yield "", {name: value for name, value in schema.items() if name not in _MAPS or not isinstance(value, dict)}
 
 
@@ -261,7 +263,7 @@ def _wrong_part(part: Any) -> str | None:
             return f"a part has {num_bytes} bytes as JSON; at most {MAX_PART_BYTES} are allowed"
         msgspec.convert(part, _Schema | bool)
     except msgspec.ValidationError as error:
-        return str(error)
+        return shortened(str(error))
     except (TypeError, RecursionError):
         return "it is nested too deeply"
     return None

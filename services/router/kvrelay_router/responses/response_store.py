@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -12,11 +13,22 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvrelay.excerpts import quoted
 from kvrelay.fleet.shared_responses import SharedResponses, StoreBounds, StoreUnavailable
 from kvrelay.text.request.api_error import ApiError, wrong
 from kvrelay_router.access.identity import names_of
 from kvrelay_router.http.error_response import json_response
+from kvrelay_router.loop_share import LoopShare
 from kvrelay_router.responses.responses_request import as_items, is_reference
+
+LISTED, MAX_LISTED = 20, 100
+"""Items of a page, by default and at most."""
+
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+"""Of the ids that items get."""
+
+_ITEM_ID = re.compile(r"[a-z]+_(.*?)(?:_\d+)?")
+"""The id of an item of an output, with the end of its response's."""
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
@@ -120,6 +132,23 @@ class StoredConversations:
             raise _not_found(response_id)
         return Response(stored.response, media_type="application/json")
 
+    async def input_items(self, http: Request, response_id: str) -> Response:
+        """Returns a page of the items before the output of a stored response, those of earlier ones included, or 404.
+        Newest first, as in OpenAI's API, unless `?order=asc`; `?limit` of them behind the item `?after`."""
+        limit, order, after = (http.query_params.get(name) for name in ("limit", "order", "after"))
+        num_listed = int(limit) if limit and limit.isascii() and limit.isdecimal() and len(limit) <= 3 else 0
+        if limit is not None and not 1 <= num_listed <= MAX_LISTED:
+            raise wrong("limit", f"it must be 1 to {MAX_LISTED}")
+        if order not in (None, "asc", "desc"):
+            raise wrong("order", "it must be 'asc' or 'desc'")
+        stored = await self._find(names_of(http).caller.owner, response_id)
+        if stored is None:
+            raise _not_found(response_id)
+        items = stored.items[: len(stored.items) - len(stored.output_ids)]
+        page, has_more = await _page(items if order == "asc" else items[::-1], num_listed or LISTED, after)
+        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+        return json_response({"object": "list", "data": page, **ends, "has_more": has_more})
+
     async def delete(self, http: Request, response_id: str) -> Response:
         """Deletes a stored response, or returns 404."""
         try:
@@ -142,19 +171,20 @@ class StoredConversations:
         stored = await self._find(owner, previous_id)
         if stored is None:
             raise ApiError(
-                f"Previous response with id '{previous_id}' not found: it was not stored, or it was dropped for later "
-                "ones",
+                f"Previous response with id {quoted(previous_id)} not found: it was not stored, or was dropped for "
+                "later ones",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
         return items, stored.items
 
-    def keep(self, owner: str, earlier: tuple[bytes, ...], items: list[Any]) -> Keep | None:
-        """What stores the response that continues `earlier` and the request's own `items`. None if nothing is to."""
+    def keep(self, unique: str, owner: str, earlier: tuple[bytes, ...], items: list[Any]) -> Keep | None:
+        """What stores the response that continues `earlier` and the request's own `items`. None if nothing is to.
+        `unique`: the end of the response's id."""
         store = self._store
         if store is None:
             return None
-        given = (*earlier, *_dumped(items))
+        given = (*earlier, *_dumped(items, unique))
 
         async def keep(response: dict[str, Any]) -> bool:
             output = tuple(orjson.dumps(_without_scores(item)) for item in response["output"])
@@ -181,12 +211,12 @@ class StoredConversations:
         item_id = reference.get("id")
         if not isinstance(item_id, str):
             raise wrong(where, "it must be a string")
-        _, _, unique = item_id.partition("_")
-        response = await self._find(owner, f"resp_{unique.partition('_')[0]}")
+        found = _ITEM_ID.fullmatch(item_id)
+        response = None if found is None else await self._find(owner, f"resp_{found[1]}")
         item = None if response is None else response.output_item(item_id)
         if item is None:
             raise ApiError(
-                f"Item with id '{item_id[:100]}' not found: its response was not stored, or was dropped for later ones",
+                f"Item with id {quoted(item_id)} not found: its response was not stored, or was dropped for later ones",
                 status=404,
                 param=where,
                 code="item_not_found",
@@ -195,7 +225,34 @@ class StoredConversations:
 
 
 def _not_found(response_id: str) -> ApiError:
-    return ApiError(f"Response with id '{response_id}' not found", status=404, code="response_not_found")
+    return ApiError(f"Response with id {quoted(response_id)} not found", status=404, code="response_not_found")
+
+
+async def _page(items: Sequence[bytes], num_listed: int, after: str | None) -> tuple[list[dict[str, Any]], bool]:
+    """Items behind the one with the id `after`, and whether others follow. Raises 404 if there is none with this id."""
+    share, start = LoopShare(), 0 if after is None else -1
+    for index, item in enumerate(items if after is not None else ()):
+        if orjson.loads(item).get("id") == after:
+            start = index + 1  # behind the last one, so that pages of items with equal ids end
+        await share.pause()
+    if start < 0:
+        raise ApiError(f"No item has the id {quoted(after)}", status=404, param="after", code="item_not_found")
+    end = start + num_listed
+    return [_listed(orjson.loads(item)) for item in items[start:end]], end < len(items)
+
+
+def _listed(item: dict[str, Any]) -> dict[str, Any]:
+    """An item in the form of lists: with its type, and its content as parts."""
+    item = {**item, "type": _type(item), "status": item.get("status") or "completed"}
+    if item["type"] == "message" and isinstance(item["content"], str):
+        is_own = item["role"] == "assistant"
+        part = {"type": "output_text", "annotations": []} if is_own else {"type": "input_text"}
+        item["content"] = [{**part, "text": item["content"]}]
+    return item
+
+
+def _type(item: dict[str, Any]) -> str:
+    return str(item.get("type", "message"))
 
 
 def _without_scores(item: dict[str, Any]) -> dict[str, Any]:
@@ -205,11 +262,13 @@ def _without_scores(item: dict[str, Any]) -> dict[str, Any]:
     return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}
 
 
-def _dumped(items: list[Any]) -> list[bytes]:
+def _dumped(items: list[Any], unique: str) -> list[bytes]:
+    """JSON of checked items. Those without an id get one."""
     dumped = []
     for index, item in enumerate(items):
+        own = {} if isinstance(item.get("id"), str) else {"id": f"{_PREFIXES[_type(item)]}_{unique}_in{index}"}
         try:
-            dumped.append(orjson.dumps(item))
+            dumped.append(orjson.dumps({**item, **own}))
         except TypeError:
             raise wrong(f"input[{index}]", "it is nested too deeply to be stored") from None
     return dumped

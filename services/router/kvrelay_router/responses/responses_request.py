@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import orjson
 from pydantic import Field
 
+from kvrelay.excerpts import quoted
 from kvrelay.text.request.api_error import ApiError, wrong
 from kvrelay.text.request.parsing import (
     COMMON,
@@ -149,7 +150,8 @@ def _response_format(text_format: dict[str, Any]) -> dict[str, Any]:
         case "json_schema":
             raise wrong("text.format.schema", "it must be a JSON schema")
         case kind:
-            raise wrong("text.format.type", f"{kind!r} is unknown; known are 'text', 'json_object' and 'json_schema'")
+            known = "'text', 'json_object' and 'json_schema'"
+            raise wrong("text.format.type", f"{quoted(kind)} is unknown; known are {known}")
 
 
 def _tool_fields(request: ResponsesRequest) -> dict[str, Any]:
@@ -202,7 +204,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict):
         raise wrong(where, "it must be an object")
     if tool.get("type") != "function":
-        raise wrong(f"{where}.type", f"tools of the type {tool.get('type')!r} are not supported, only functions")
+        raise wrong(f"{where}.type", f"tools of the type {quoted(tool.get('type'))} are not supported, only functions")
     if not isinstance(tool.get("name"), str) or not tool["name"]:
         raise wrong(f"{where}.name", "it must be a string that is not empty")
     names = ("name", "description", "parameters", "strict")
@@ -261,12 +263,12 @@ class _Reader:
                 parts = item.get("content") or item.get("summary") or []
                 self._reasoning += [_text(part, f"{where}.content") for part in _as_list(parts, f"{where}.content")]
             case kind:
-                raise wrong(f"{where}.type", f"items of the type {kind!r} are not supported")
+                raise wrong(f"{where}.type", f"items of the type {quoted(kind)} are not supported")
 
     def _add_message(self, item: dict[str, Any], where: str) -> None:
         role = item.get("role")
         if role not in ROLES:
-            raise wrong(f"{where}.role", f"{role!r} is unknown; known are {', '.join(ROLES)}")
+            raise wrong(f"{where}.role", f"{quoted(role)} is unknown; known are {', '.join(ROLES)}")
         message = {"role": role, "content": _content(item.get("content"), f"{where}.content")}
         if role == "assistant":
             self._add_assistant(message)
@@ -283,7 +285,9 @@ class _Reader:
     def _add_call(self, item: dict[str, Any], where: str) -> None:
         call_id, name = string_field(item, "call_id", where), string_field(item, "name", where)
         if call_id in self._waiting:
-            raise wrong(f"{where}.call_id", f"another function_call without an output has the call_id {call_id!r}")
+            raise wrong(
+                f"{where}.call_id", f"another function_call without an output has the call_id {quoted(call_id)}"
+            )
         self._waiting.add(call_id)
         self._tools[call_id] = name
         function = {"name": name, "arguments": _arguments(item, where)}
@@ -297,7 +301,7 @@ class _Reader:
     def _add_output(self, item: dict[str, Any], where: str) -> None:
         call_id = string_field(item, "call_id", where)
         if call_id not in self._tools:
-            raise wrong(f"{where}.call_id", f"no earlier item is a function_call with the call_id {call_id!r}")
+            raise wrong(f"{where}.call_id", f"no earlier item is a function_call with the call_id {quoted(call_id)}")
         self._waiting.discard(call_id)
         content = _content(item.get("output"), f"{where}.output")
         message = {"role": "tool", "tool_call_id": call_id, "name": self._tools[call_id], "content": content}
@@ -327,7 +331,7 @@ def _text(part: Any, where: str) -> str:
     if kind == "refusal":
         return string_field(part, "refusal", where)
     if kind not in (*TEXT_TYPES, "reasoning_text", "summary_text"):
-        raise wrong(where, f"content parts of the type {kind!r} are not supported")
+        raise wrong(where, f"content parts of the type {quoted(kind)} are not supported")
     return string_field(part, "text", where)
 
 

@@ -23,6 +23,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from kvrelay.excerpts import quoted
 from kvrelay_router.routing.cost import better_alone, in_turn, pick_decode, pick_prefill
 from kvrelay_router.routing.estimates import (
     CachedBlocks,
@@ -39,8 +40,6 @@ from kvrelay_router.routing.estimates import (
 PolicyName = Literal["cost", "least_loaded", "round_robin", "random", "prefix_only", "sticky"]
 Picker = Callable[[Sequence[Candidate], Estimates], tuple[Candidate, str]]
 NOTHING_CACHED: CachedBlocks = {}
-AFFINITY_SHOWN = 64
-"""Reasons show this many characters of an affinity: clients choose it, and reasons are sent in headers."""
 
 
 def decide(
@@ -199,7 +198,7 @@ def _prefix_only(candidates: Sequence[Candidate], estimates: Estimates) -> tuple
 def _sticky(candidates: Sequence[Candidate], estimates: Estimates) -> tuple[Candidate, str]:
     affinity = estimates.demand.affinity or estimates.demand.request_id
     chosen = max(candidates, key=lambda candidate: _weight(affinity, candidate.worker_id))
-    return chosen, f"{chosen.worker_id} has the highest hash with {affinity[:AFFINITY_SHOWN]!r}"
+    return chosen, f"{chosen.worker_id} has the highest hash with {quoted(affinity)}"
 
 
 def _weight(affinity: str, worker_id: str) -> bytes:

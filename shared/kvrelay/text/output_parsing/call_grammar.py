@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from kvrelay.excerpts import quoted
 from kvrelay.protocol.sampling import Grammar, GrammarKind
 from kvrelay.text.output_parsing.argument_values import MAX_DEPTH, STRING, resolve, types_of
 from kvrelay.text.output_parsing.events import Tool
@@ -296,19 +297,19 @@ def bare_value(tool: Tool, parameter: Parameter, closing: str, excluded: str) ->
         return None
     schema = _without_references(parameter.schema)
     if found := sorted(UNSUPPORTED_IN_TEXT & schema.keys()):
-        raise Unconstrainable(f"{found[0]!r} of the text {parameter.name!r} is not supported for this model")
+        raise Unconstrainable(f"{found[0]!r} of the text {quoted(parameter.name)} is not supported for this model")
     choices = [schema["const"]] if "const" in schema else schema.get("enum")
     if choices is not None:
         texts = [each for each in choices if isinstance(each, str) and closing not in each]
         if not texts:
-            raise Unconstrainable(f"no value of {parameter.name!r} can be written")
+            raise Unconstrainable(f"no value of {quoted(parameter.name)} can be written")
         return either([text(each) for each in texts])
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     limits = f"{{{least},{'' if most is None else most}}}" if least or most is not None else ""
     char = f"[^{re.escape(excluded)}]"
     if "pattern" in schema:
         if limits:
-            raise Unconstrainable(f"the text {parameter.name!r} has a pattern and a length: only one is supported")
+            raise Unconstrainable(f"the text {quoted(parameter.name)} has a pattern and a length: one is supported")
         return {"type": "regex", "pattern": _anywhere(schema["pattern"], char, parameter.name)}
     return {"type": "regex", "pattern": char + limits} if limits else ANY_TEXT
 
@@ -329,7 +330,7 @@ def _anywhere(pattern: str, char: str, name: str) -> str:
     """The texts in which the pattern is found, as a regex for a whole text."""
     begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
     if "|" in pattern and (begins or ends):
-        raise Unconstrainable(f"the pattern of the text {name!r} has alternatives with '^' or '$'")
+        raise Unconstrainable(f"the pattern of the text {quoted(name)} has alternatives with '^' or '$'")
     inner = pattern[begins : len(pattern) - ends]
     return f"{'' if begins else char + '*'}({inner}){'' if ends else char + '*'}"
 

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
+from kvrelay.excerpts import shortened
+
+MAX_MESSAGE_CHARS = 1000
 CLIENT_GONE_STATUS = 499
 """The status of requests that end because their client went away, or was cancelled."""
 
@@ -27,7 +30,7 @@ class ApiError(Exception):
     ) -> None:
         """`retry_after_s`: for a header in whole seconds."""
         super().__init__(message)
-        self.message = message
+        self.message = shortened(message, MAX_MESSAGE_CHARS)  # which may quote a library that quotes the client
         self.status = status
         self.param = param
         self.code = code

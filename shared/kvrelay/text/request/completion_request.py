@@ -37,15 +37,16 @@ def _prompt_list(value: Any) -> list[PromptItem]:
         raise wrong_type("it must be a string, a list of strings, a list of token ids, or a list of such lists")
     if not value:
         raise invalid("it must not be empty")
-    if _are_token_ids(value):
+    if are_token_ids(value):
         return [value]
     for item in value:
-        if not isinstance(item, str) and not (isinstance(item, list) and _are_token_ids(item)):
+        if not isinstance(item, str) and not (isinstance(item, list) and are_token_ids(item)):
             raise wrong_type("it must be a string, a list of strings, a list of token ids, or a list of such lists")
     return value
 
 
-def _are_token_ids(items: list[Any]) -> bool:
+def are_token_ids(items: list[Any]) -> bool:
+    """Returns whether these are integers. Their range is checked later."""
     return not items or (type(items[0]) is int and set(map(type, items)) == {int})
 
 

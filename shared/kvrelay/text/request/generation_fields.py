@@ -16,6 +16,7 @@ import msgspec
 import orjson
 from pydantic import BeforeValidator, Field, WrapValidator
 
+from kvrelay.excerpts import quoted
 from kvrelay.grammar.schema_rewrite import closed
 from kvrelay.protocol.sampling import Grammar, GrammarKind
 from kvrelay.text.request.api_error import wrong
@@ -224,7 +225,7 @@ def _of_response_format(value: Any, param: str, options: _Options) -> Grammar:
         case "grammar" | "regex" if isinstance(value.get(kind), str):
             return _READERS["guided_grammar" if kind == "grammar" else "regex"](value[kind], f"{param}.{kind}", options)
     known = "'text', 'json_object', 'json_schema', 'structural_tag', 'regex' and 'grammar'"
-    raise wrong(f"{param}.type", f"{kind!r} is unknown; known are {known}")
+    raise wrong(f"{param}.type", f"{quoted(kind)} is unknown; known are {known}")
 
 
 def _of_described(described: Any, param: str, options: _Options) -> Grammar:

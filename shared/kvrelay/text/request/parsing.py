@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from kvrelay.excerpts import MAX_VALUE_CHARS, shortened
 from kvrelay.text.request.api_error import ApiError, wrong
 
 
@@ -73,10 +74,10 @@ FlagOn = Annotated[bool, or_default(True)]
 
 
 def _param_name(location: tuple[int | str, ...]) -> str:
-    """Converts ("messages", 0, "role") to "messages[0].role"."""
+    """Converts ("messages", 0, "role") to "messages[0].role". A part may be a key of the client's."""
     name = ""
     for part in location:
-        name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
+        name += f"[{part}]" if isinstance(part, int) else ("." if name else "") + shortened(part, MAX_VALUE_CHARS)
     return name
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, WrapValidator
 
+from kvrelay.excerpts import quoted
 from kvrelay.protocol.sampling import BeamSpec, SpeculationMethod
 from kvrelay.text.request.api_error import wrong
 from kvrelay.text.request.parsing import Flag, FlagOn, RequestModel, invalid, or_default, wrong_type
@@ -125,7 +126,7 @@ def _bias_map(value: Any) -> dict[int, float]:
     if len(value) > MAX_BIASED_TOKENS:
         raise invalid(f"at most {MAX_BIASED_TOKENS} tokens can be biased")
     if unknown := [key for key in value if not _is_token_id(key)]:
-        raise invalid(f"unknown tokens {', '.join(map(repr, unknown[:8]))}; keys must be token ids")
+        raise invalid(f"unknown tokens {', '.join(map(quoted, unknown[:8]))}; keys must be token ids")
     biases = {}
     for key, bias in value.items():
         if isinstance(bias, bool) or not isinstance(bias, int | float):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 from anthropic import AsyncAnthropic
 
 from kvrelay.text.service import TextService
+from kvrelay_router.anthropic import messages_request
+from kvrelay_router.anthropic.messages_request import PromptFields
 from tests.component.router.rig import MODEL, Router
 from tests.component.router.tools import ARGUMENTS, CALL, PARAMETERS, THINKING
 
@@ -64,12 +67,33 @@ async def test_thoughts_text_and_calls_are_blocks(router: Router, get: Any) -> N
 async def test_ids_of_calls_differ_and_results_refer_to_them(router: Router) -> None:
     router.answers(f"{CALL}\n{CALL}")
     first, second = (await created(router))["content"]
-    assert first["id"] != second["id"]
+    assert first["id"] != second["id"] and all(each["id"].startswith("toolu_") for each in (first, second))
     results = [{"type": "tool_result", "tool_use_id": each["id"], "content": "sunny"} for each in (first, second)]
     turns = [{"role": "assistant", "content": [first, second]}, {"role": "user", "content": results}]
     await created(router, messages=[*HELLO, *turns])
     prompt = router.text.tokenizer.backend.decode(router.dispatcher.requests[-1].prompt_ids)
     assert prompt.count("sunny") == 2
+
+
+@pytest.mark.parametrize("get", [created, streamed])
+@pytest.mark.parametrize("own", [None, "functions.weather:0", "a1B2c3D4e"])
+async def test_ids_have_anthropics_form_and_templates_get_the_models_own(
+    router: Router, monkeypatch: pytest.MonkeyPatch, get: Any, own: str | None
+) -> None:
+    if own is not None:
+        monkeypatch.setattr("kvrelay.text.output_parsing.parser_base.new_call_id", lambda: own)
+    router.answers(CALL)
+    (call,) = (await get(router))["content"]
+    assert re.fullmatch("toolu_[0-9a-f]{24}" if own is None else f"toolu_.*{own}", call["id"])
+    turn = [{"role": "assistant", "content": [call]}, result_of(call["id"])]
+    shown = messages_request.chat_messages(PromptFields(model=MODEL, messages=[*HELLO, *turn]))
+    template_id = own or call["id"]
+    assert (shown[1]["tool_calls"][0]["id"], shown[2]["tool_call_id"]) == (template_id, template_id)
+    await created(router, messages=[*HELLO, *turn])
+
+
+def result_of(call_id: str) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call_id, "content": "rain"}]}
 
 
 async def test_an_id_may_come_again_in_a_later_turn(router: Router) -> None:

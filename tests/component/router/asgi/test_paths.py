@@ -55,3 +55,41 @@ async def test_an_unexpected_error_behind_fastapi_is_answered_with_the_error_obj
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
     assert "otter" not in answer.text and answer.headers["x-request-id"] == "mine"
     assert (await router.http.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/v1/completions", {"POST"}),
+        ("/v1/models", {"GET", "HEAD"}),
+        ("/ping", {"GET", "HEAD", "POST"}),
+        ("/v1/responses/input_tokens", {"POST"}),
+        ("/v1/responses/x", {"GET", "HEAD", "DELETE"}),
+        ("/sessions/x", {"DELETE"}),
+        ("/docs", {"GET", "HEAD"}),
+    ],
+)
+async def test_a_wrong_method_gets_all_that_the_path_has(router: Router, path: str, allowed: set[str]) -> None:
+    answer = await router.http.request("PATCH", path)
+    assert answer.status_code == 405 and set(answer.headers["allow"].split(", ")) == allowed
+
+
+@pytest.mark.parametrize("prefix", ["", "/llm/v2"])
+async def test_a_proxys_prefix_may_be_there_or_not(make_router: Callable[..., Any], prefix: str) -> None:
+    async with make_router(root_path="/llm/v2", api_keys=("key",)) as router:
+        headers = {"authorization": "Bearer key"}
+        answer = await router.http.post(f"{prefix}/v1/completions", json=BODY, headers=headers)
+        assert answer.status_code == 200 and answer.json()["choices"]
+        assert (await router.http.get(f"{prefix}/v1/models", headers=headers)).status_code == 200
+        assert (await router.http.get(f"{prefix}/health")).status_code == 200
+        refused = await router.http.post(f"{prefix}/v1/messages", json=BODY)
+        assert (refused.status_code, refused.json()["type"]) == (401, "error")
+        document = (await router.http.get(f"{prefix}/openapi.json", headers=headers)).json()
+        assert document["servers"] == [{"url": "/llm/v2"}]
+        assert (await router.http.get("/llm/v20/health", headers=headers)).status_code == 404
+
+
+async def test_pages_ask_below_their_own_path(router: Router) -> None:
+    for path in ("/dashboard", "/docs"):
+        page = (await router.http.get(path)).text
+        assert 'fetch("." + ' in page and "fetch(path" not in page

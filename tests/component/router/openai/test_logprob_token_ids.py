@@ -27,11 +27,25 @@ async def test_the_wanted_tokens_replace_the_most_likely(router: Router, path: s
     logprobs = answer.json()["choices"][0]["logprobs"]
     if path == CHAT:
         top = {each["token"]: each["logprob"] for each in logprobs["content"][0]["top_logprobs"]}
-        assert list(top) == [f"token_id:{each}" for each in wanted]
+        own = logprobs["content"][0]["token"]
+        assert list(top) == [own, *(f"token_id:{each}" for each in wanted)] and top.pop(own) == -0.5
     else:
         top = logprobs["top_logprobs"][0]
         assert top.pop(logprobs["tokens"][0]) == -0.5
     assert top == {f"token_id:{each}": -float(number + 1) for number, each in enumerate(wanted)}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_sampled_token_among_the_wanted_ones_comes_once(router: Router, stream: bool) -> None:
+    router.answers("Otter")
+    (first, *_) = router.tokens("Otter")
+    fields = {"logprob_token_ids": [5, first], "return_tokens_as_token_ids": True, "max_tokens": 1}
+    if stream:
+        events = await router.events(CHAT, **BODIES[CHAT], **fields)
+        logprobs = next(found for each in events if (found := each["choices"][0]["logprobs"]))
+    else:
+        logprobs = (await router.post(CHAT, **BODIES[CHAT], **fields)).json()["choices"][0]["logprobs"]
+    assert [each["token"] for each in logprobs["content"][0]["top_logprobs"]] == ["token_id:5", f"token_id:{first}"]
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 
+import orjson
 import pytest
 from starlette.types import Message
 
@@ -163,3 +165,17 @@ async def test_another_cancellation_stays_one(goes: bool) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert inside == ["began", "ended"]
+
+
+async def test_no_character_but_a_line_feed_ends_a_line_for_any_reader() -> None:
+    """Python's `splitlines`, and so httpx's `iter_lines`, ends lines at others too."""
+    texts = [chr(code) for code in [*range(0x250), *range(0x2000, 0x2070), 0x1F9A6]]
+    client = Client()
+    stream = EventStream(client.send)
+    await stream.start([])
+    for text in texts:
+        stream.write(b"data: %b\n\n" % orjson.dumps(text))
+    await stream.end(b"data: %b\n\n" % orjson.dumps("".join(texts)))
+    lines = client.written.decode().splitlines()
+    assert lines[1::2] == [""] * (len(texts) + 1)
+    assert [json.loads(line.removeprefix("data: ")) for line in lines[::2]] == [*texts, "".join(texts)]

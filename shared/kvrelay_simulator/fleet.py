@@ -140,7 +140,7 @@ class SimulatedFleet:
             num_output,
             owner=traced.tenant,
             on_first_token=lambda _: self._count(held, decision, work, computes=False),
-            on_committed=lambda _: self._count(held, decision, work, computes=False, pending=False),
+            on_committed=lambda _: self._committed(held, decision, work, prompt),
             on_finished=lambda _: self._finished(held),
         )
         requests.append(request)
@@ -169,6 +169,10 @@ class SimulatedFleet:
             num_pairs=work.num_pairs,
             num_pending_blocks=work.num_decode_blocks if pending else 0,
         )
+
+    def _committed(self, held: Held, decision: Decision, work: Work, prompt: PromptPrefixes) -> None:
+        self.placement.handed_over(decision, prompt)
+        self._count(held, decision, work, computes=False, pending=False)
 
     def _finished(self, held: Held) -> None:
         self.load.move(held, None, 0, None)

@@ -19,7 +19,7 @@ from kvrelay.protocol.sampling import Sampling
 from kvrelay.simulated.simulated_model import continuation, read_facts
 from tests.e2e.conftest import DEMO_MODEL
 from tests.fakes.stack import Stack
-from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.e2e
 
@@ -183,3 +183,43 @@ def test_a_process_of_many_workers_that_is_killed_costs_no_stream_a_token(
     while len(stack.workers(role)) < 8 or stack.children().get(f"{role}-0") in (None, killed):
         assert time.monotonic() < deadline, "the process was not started again"
         time.sleep(0.1)
+
+
+def test_a_repeat_follows_the_first_while_its_handoff_is_on_its_way(tmp_path: Path) -> None:
+    """Decode has nothing of a prompt that prefill is still computing, so decode is not where it is almost done."""
+    profile = tmp_path / "slow.json"
+    profile.write_text(json.dumps(PROFILE | {"token_s": 1e-3, "kv_tokens": 64 * 1024}))  # seconds for the prompt
+    flags = ("--backend", "simulated", "--profile", str(profile))
+    prompt = random.Random(9).choices(range(3, 2048), k=4000)
+
+    async def run(stack: Stack) -> list[int]:
+        async with httpx.AsyncClient(base_url=stack.base_url, timeout=2 * PATIENCE_S) as client:
+
+            async def ask(name: str) -> int:
+                body = {"model": stack.model, "prompt": prompt, "max_tokens": 4, "ignore_eos": True}
+                answer = await client.post("/v1/completions", json=body, headers={"x-request-id": name})
+                usage: dict[str, Any] = answer.raise_for_status().json()["usage"]
+                return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+            # With streams there, decode is no place for long prompts.
+            begun = [asyncio.Event() for _ in range(8)]
+            streams = [
+                asyncio.create_task(streamed(client, stream_of(stack, number), event))
+                for number, event in enumerate(begun)
+            ]
+            await asyncio.gather(*(event.wait() for event in begun))
+            await until(lambda: stack.workers("prefill")[0]["load"].get("step_cost"))
+            first = asyncio.create_task(ask("first"))
+            await until(lambda: stack.http.get("/requests/first").status_code == 200)
+            answers = await asyncio.gather(first, ask("second"), ask("third"))
+            for stream in streams:
+                stream.cancel()
+            return [*answers]
+
+    with Stack(DEMO_MODEL, tmp_path / "state", *flags, environ={"KVRELAY_LOCAL_PREFILL_TOKENS": ""}) as stack:
+        assert asyncio.run(run(stack)) == [0, 3984, 3984]
+
+
+def stream_of(stack: Stack, number: int) -> dict[str, Any]:
+    options = {"return_token_ids": True, "max_tokens": 7000, "ignore_eos": True}
+    return {"model": stack.model, "prompt": [number + 3] * 20, **options}

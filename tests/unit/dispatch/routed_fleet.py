@@ -37,6 +37,7 @@ class Fleet:
         policy: PolicyName = "cost",
         draining: tuple[str, ...] = (),
         numerics: Mapping[str, str] = MappingProxyType({}),
+        local_prefill_tokens: int | None = 0,
     ) -> None:
         self.load = OutstandingLoad()
         self.view = FleetView(self.load)
@@ -44,7 +45,10 @@ class Fleet:
         self.view.registered(self.records.values(), 0.0)
         self.silent_s: dict[str, float] = {}
         self.placement = Placement(
-            self.view, policy, 0, is_silent=lambda peer: self.silent_s.get(peer.peer_id, 0.0) > 1.5
+            self.view,
+            policy,
+            local_prefill_tokens,
+            is_silent=lambda peer: self.silent_s.get(peer.peer_id, 0.0) > 1.5,
         )
         for name in names:
             self.report(name, draining=name in draining)

@@ -15,7 +15,7 @@ from kvrelay_router.dispatch.placement import PromptPrefixes, work_of
 from kvrelay_router.routing import expected_prefixes
 from kvrelay_router.routing.estimates import BlockNaming, Decision
 from kvrelay_router.routing.expected_prefixes import FORGET_S, HALF_LIFE_S, ExpectedPrefixes, PrefixPopularity
-from tests.unit.dispatch.routed_fleet import BLOCK, Fleet
+from tests.unit.dispatch.routed_fleet import BLOCK, Fleet, names
 
 
 @given(st.lists(st.tuples(st.integers(0, 15), st.integers(1, 8), st.floats(0, 3)), max_size=60))
@@ -128,3 +128,23 @@ def test_decode_reuses_what_prefill_computed_otherwise_only_behind_such_prefill(
     alone, _ = fleet.place(prompt_ids, 2)
     assert alone.prefill is None and alone.num_cached_tokens == 0
     assert fleet.place(prompt_ids, 3)[0].num_cached_tokens == 19 * BLOCK, "what it has computed itself"
+
+
+def test_blocks_of_a_handoff_are_at_decode_once_it_is_committed() -> None:
+    fleet, prompt_ids = Fleet("p0", "d0", local_prefill_tokens=None), list(range(100 * BLOCK))
+    fleet.report("d0", num_sequences=32)  # streams that a prompt there would delay
+    first, _ = fleet.place(prompt_ids)
+    again, _ = fleet.place(prompt_ids, 1)
+    for decision, num_cached in ((first, 0), (again, 99 * BLOCK)):
+        assert names(decision) == ("p0", "d0") and decision.num_cached_tokens == num_cached
+    assert again.num_cached_blocks == 100, "those of the first are there before"
+    fleet.report("p0", queued_tokens=10**6)
+    alone, _ = fleet.place(prompt_ids, 2)
+    assert names(alone) == (None, "d0") and alone.num_cached_tokens == 0, "prefill takes longer than all of it here"
+    other = Fleet("p0", "d0", local_prefill_tokens=None)
+    other.report("d0", num_sequences=32)
+    handed_over, _ = other.place(prompt_ids)
+    other.placement.handed_over(handed_over, PromptPrefixes(prompt_ids))
+    other.report("p0", queued_tokens=10**6)
+    alone, _ = other.place(prompt_ids, 1)
+    assert names(alone) == (None, "d0") and alone.num_cached_tokens == 99 * BLOCK

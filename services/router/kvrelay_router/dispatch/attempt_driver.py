@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvrelay.logs import LimitedLog
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.failure_kind import FailureKind
@@ -34,6 +36,7 @@ from kvrelay_router.dispatch.events import (
     Instruction,
     PlacementFailed,
     Send,
+    TokensArrived,
     WorkersAssigned,
 )
 from kvrelay_router.dispatch.interface import RequestFailed
@@ -164,6 +167,7 @@ class AttemptDriver:
 
     def feed(self, sequence: ActiveSequence, event: Event) -> None:
         """Gives an event to the attempt machine and carries out its instructions."""
+        awaited = sequence.attempts.awaits_handoff
         try:
             instructions = sequence.handle_event(event)
         except IllegalEvent as error:
@@ -173,6 +177,8 @@ class AttemptDriver:
             return
         for instruction in instructions:
             self._carry_out(sequence, instruction)
+        if awaited and type(event) is TokensArrived and not event.from_prefill and sequence.decision is not None:
+            self._placement.handed_over(sequence.decision, sequence.running.prompt)
         self._move_load(sequence)
 
     def place_all(self, sequences: Iterable[ActiveSequence], decision: Decision, search: FindPlacement) -> None:
@@ -351,6 +357,8 @@ class AttemptDriver:
         self, sequence: ActiveSequence, search: FindDecode, decode: Candidate | None, *, returned: bool
     ) -> None:
         self.waits.remove(sequence)
+        if sequence.decision is not None:
+            sequence.decision = replace(sequence.decision, decode=decode)
         sequence.running.record.reassigned(sequence.index, decode, search.cause)
         sequence.running.served_by.decode = decode.worker_id if decode is not None else None
         self._note_numerics(sequence, is_retry=True)

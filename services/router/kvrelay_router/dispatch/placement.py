@@ -159,6 +159,7 @@ class Placement:
         self._policy = policy
         self._local_prefill_tokens = local_prefill_tokens
         self._prefixes = ExpectedPrefixes(index, None if index is None else EXPECTED_LIFETIME_S)
+        self._arriving = ExpectedPrefixes(lifetime_s=EXPECTED_LIFETIME_S)  # with handoffs, at their decode workers
         self._popularity = PrefixPopularity()
         self._reuse = Reuse()
         self._session_workers: OrderedDict[str, frozenset[str]] = OrderedDict()  # key: session; of its latest request
@@ -196,7 +197,7 @@ class Placement:
         fastest one is expected to miss it, too. Without measured speeds, no request is refused.
         """
         candidates = self._candidates()
-        cached = self._cached_blocks(prompt)
+        cached, arriving = self._match(self._prefixes, prompt), self._match(self._arriving, prompt)
         demand = Demand(
             request_id=request_id,
             num_prompt_tokens=prompt.num_tokens + num_output,
@@ -211,9 +212,9 @@ class Placement:
             affinity=prompt.affinity if self._policy == "sticky" else "",
             session_workers=self._session_workers.get(prompt.session_key, frozenset()),
         )
-        decision = decide(self._policy, demand, candidates, cached)
+        decision = decide(self._policy, demand, candidates, cached, arriving)
         if _is_late(decision, deadline_s):
-            decision = decide("cost", demand, candidates, cached)
+            decision = decide("cost", demand, candidates, cached, arriving)
             if isinstance(decision, Decision) and deadline_s is not None and _is_late(decision, deadline_s):
                 raise TooLate(decision.expected.ttft_s, deadline_s)
         self._record(demand, decision)
@@ -231,7 +232,6 @@ class Placement:
 
     def placed(self, decision: Decision, prompt: PromptPrefixes) -> None:
         """The decision was carried out, so its workers will hold the prompt's blocks."""
-        self._prefixes.now = self._clock()
         if decision.computes is not None:
             chosen = decision.computes
             if not prompt.sent_to:  # choices of one request and its retries do not make a prefix popular
@@ -251,8 +251,19 @@ class Placement:
             if key in prompt.sent_to:
                 continue
             prompt.sent_to.add(key)
-            hashes = prompt.hashes((decision.computes or worker).naming)
-            self._prefixes.sent(worker.worker_id, hashes, worker.num_blocks)
+            self._expect(self._prefixes if worker is decision.computes else self._arriving, worker, decision, prompt)
+
+    def handed_over(self, decision: Decision, prompt: PromptPrefixes) -> None:
+        """Decode has committed the handoff, so it holds the prompt's blocks."""
+        assert decision.decode is not None
+        self._expect(self._prefixes, decision.decode, decision, prompt)
+
+    def _expect(
+        self, prefixes: ExpectedPrefixes, worker: Candidate, decision: Decision, prompt: PromptPrefixes
+    ) -> None:
+        prefixes.now = self._clock()
+        hashes = prompt.hashes((decision.computes or worker).naming)
+        prefixes.sent(worker.worker_id, hashes, worker.num_blocks)
 
     def session_ended(self, session_key: str) -> None:
         self._session_workers.pop(session_key, None)
@@ -261,6 +272,7 @@ class Placement:
         """A worker ended, and its cache is lost."""
         self.breakers.gone(worker_id)
         self._prefixes.gone(worker_id)
+        self._arriving.gone(worker_id)
 
     def place_decode(
         self,
@@ -284,8 +296,8 @@ class Placement:
             session_workers=self._session_workers.get(prompt.session_key, frozenset()),
         )
         candidates = self._candidates(excluded)
-        cached = self._cached_blocks(prompt)
-        return decide_decode(self._policy, demand, candidates, fingerprint, cached)
+        cached, arriving = self._match(self._prefixes, prompt), self._match(self._arriving, prompt)
+        return decide_decode(self._policy, demand, candidates, fingerprint, cached, arriving)
 
     def has_decode(self, fingerprint: str) -> bool:
         """Returns whether any decode worker of this model is ready."""
@@ -314,13 +326,13 @@ class Placement:
             return 0.0
         return self._popularity.of(prompt.hashes(holder.naming)[:num_held], self._clock())
 
-    def _cached_blocks(self, prompt: PromptPrefixes) -> CachedBlocks:
-        self._prefixes.now = self._clock()
-        cached: dict[str, dict[str, int]] = {}
+    def _match(self, prefixes: ExpectedPrefixes, prompt: PromptPrefixes) -> CachedBlocks:
+        prefixes.now = self._clock()
+        found: dict[str, dict[str, int]] = {}
         for naming in self.namings():
             # Hashes cover the fingerprint, so workers of another one match nothing.
-            cached.setdefault(naming.numerics, {}).update(self._prefixes.match(prompt.hashes(naming)))
-        return cached
+            found.setdefault(naming.numerics, {}).update(prefixes.match(prompt.hashes(naming)))
+        return found
 
     def _next_ordinal(self) -> int:
         self._ordinal += 1

@@ -183,6 +183,7 @@ class Estimates(msgspec.Struct, frozen=True):
     demand: Demand
     typical: TypicalSpeeds = TypicalSpeeds()
     cached_blocks: CachedBlocks = {}
+    arriving_blocks: CachedBlocks = {}  # with handoffs on their way: to be received, but not there for a prompt now
 
     def cost(self, worker: Candidate) -> StepCost:
         if worker.step_cost is not None:
@@ -200,7 +201,10 @@ class Estimates(msgspec.Struct, frozen=True):
     def held_blocks(self, worker: Candidate, prefill: Candidate | None) -> int:
         """Returns the number of full prompt blocks that `prefill` need not send to this worker. None: this worker
         computes the prompt itself."""
-        num_blocks = self.cached_blocks.get((prefill or worker).numerics, {}).get(worker.peer.peer_id)
+        numerics, worker_id = (prefill or worker).numerics, worker.peer.peer_id
+        num_blocks = self.cached_blocks.get(numerics, {}).get(worker_id, 0)
+        if prefill is not None:
+            num_blocks = max(num_blocks, self.arriving_blocks.get(numerics, {}).get(worker_id, 0))
         return min(num_blocks, self.demand.num_prompt_tokens // worker.block_size) if num_blocks else 0
 
     def queue_s(self, worker: Candidate) -> float:

@@ -3,7 +3,9 @@
 A worker that gets a prompt will cache its blocks, but an index reports them only after the computation. Requests that
 arrive before would go to other workers. So each decision is kept here, as an estimate of the worker's cache with the
 same eviction: least recently used blocks first, the end of a chain before its beginning. If the index and the estimate
-differ for a worker, the longer match counts.
+differ for a worker, the longer match counts. A worker computes a prompt behind those sent to it before, so it will find
+their blocks. It will not find those of a handoff that another worker has still to compute: they are kept apart until
+the handoff is committed.
 
 Chains of block hashes are kept as a radix tree. A node is a run of blocks that were always used together, so a prompt
 of hundreds of blocks is a few nodes: those that it shares with other prompts, and the rest. A block's hash covers all

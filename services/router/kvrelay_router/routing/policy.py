@@ -47,13 +47,14 @@ def decide(
     demand: Demand,
     candidates: CandidateWorkers,
     cached_blocks: CachedBlocks = NOTHING_CACHED,
+    arriving_blocks: CachedBlocks = NOTHING_CACHED,
 ) -> Decision | NoPlacement:
-    """Places a request.
+    """Places a request. `arriving_blocks`: those of handoffs that are on their way.
 
     A request of one token goes to prefill alone. A short prompt goes to decode alone, and so does any prompt if no
     prefill worker has a decode worker's fingerprint. All others go to a prefill and a decode worker.
     """
-    estimates = Estimates(demand, TypicalSpeeds.of(candidates), cached_blocks)
+    estimates = Estimates(demand, TypicalSpeeds.of(candidates), cached_blocks, arriving_blocks)
     if not demand.needs_decode and candidates.prefill:
         prefill, reason = _pick_prefill(policy, candidates.prefill, estimates)
         reasons = ("at most one token is to come: prefill alone", f"prefill: {reason}")
@@ -79,13 +80,14 @@ def decide_decode(
     candidates: CandidateWorkers,
     fingerprint: str,
     cached_blocks: CachedBlocks = NOTHING_CACHED,
+    arriving_blocks: CachedBlocks = NOTHING_CACHED,
 ) -> Candidate | None:
     """Returns another decode worker for a handoff. The unreachable one must not be among the candidates.
     `demand.numerics` are those of the prefill worker."""
     fitting = _with_fingerprint(candidates.decode, {fingerprint})
     if not fitting:
         return None
-    estimates = Estimates(demand, TypicalSpeeds.of(candidates), cached_blocks)
+    estimates = Estimates(demand, TypicalSpeeds.of(candidates), cached_blocks, arriving_blocks)
     return _pick_decode(policy, fitting, None, estimates)[0]
 
 
@@ -191,8 +193,9 @@ def _random(candidates: Sequence[Candidate], estimates: Estimates) -> tuple[Cand
 
 def _prefix_only(candidates: Sequence[Candidate], estimates: Estimates) -> tuple[Candidate, str]:
     turns = in_turn(candidates, estimates.demand.ordinal)
-    chosen = max(turns, key=estimates.cached_tokens)
-    return chosen, f"{chosen.worker_id} holds {estimates.cached_tokens(chosen)} tokens of the prompt, the most of all"
+    chosen = max(turns, key=lambda worker: estimates.held_blocks(worker, worker))
+    num_held = estimates.held_blocks(chosen, chosen)
+    return chosen, f"{chosen.worker_id} holds {num_held} blocks of the prompt, the most of all"
 
 
 def _sticky(candidates: Sequence[Candidate], estimates: Estimates) -> tuple[Candidate, str]:

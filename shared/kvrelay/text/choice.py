@@ -14,8 +14,8 @@ import msgspec
 from kvrelay.protocol.messages import SequenceUsage
 from kvrelay.protocol.packed_logprobs import CollectedLogprobs
 from kvrelay.protocol.sampling import FinishReason, ScoredText, TokenLogprobs
-from kvrelay.text.output_parsing.dialect import TokenCounter
 from kvrelay.text.output_parsing.events import ContentText, Event
+from kvrelay.text.output_parsing.reasoning import TokenCounter
 from kvrelay.text.parsed_text import ParsedText, StopMatcher, TokenKind
 from kvrelay.text.tokenizer import Detokenizer
 

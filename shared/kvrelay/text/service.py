@@ -16,7 +16,8 @@ from kvrelay.text.chat_template import ChatTemplate, ChatTemplateError, Message
 from kvrelay.text.content_tokens import ContentTokens
 from kvrelay.text.fill_in_middle import FillInMiddle, find_fill_in_middle
 from kvrelay.text.grammar_check import MAX_CPU_S, GrammarCheck
-from kvrelay.text.output_parsing.dialect import AUTO, Dialect, MarkedDialect, TokenCounter, find_dialect
+from kvrelay.text.output_parsing.dialect import AUTO, Dialect, MarkedDialect, find_dialect
+from kvrelay.text.output_parsing.reasoning import TokenCounter
 from kvrelay.text.tokenizer import Detokenizer, Tokenizer, make_detokenizer
 from kvrelay.text.tokenizer_files import SamplingDefaults, TokenizerNotFound, load_source
 

@@ -65,9 +65,9 @@ class Router:
     async def typed_events(self, path: str, **body: Any) -> list[dict[str, Any]]:
         """The data of all events of a stream. Their names are the types of the data."""
         events = []
-        async with self.http.stream("POST", path, json={"model": MODEL, "stream": True, **body}) as answer:
-            assert answer.status_code == 200
-            lines = [line async for line in answer.aiter_lines() if line]
+        answer = await self.post(path, stream=True, **body)
+        assert answer.status_code == 200
+        lines = [line for line in answer.content.decode().split("\n") if line]
         for name, data in zip(lines[::2], lines[1::2], strict=True):
             event = json.loads(data.removeprefix("data: "))
             assert name == f"event: {event['type']}"

@@ -7,12 +7,13 @@ from typing import Any
 import orjson
 
 from kvrelay.text.choice import TOOL_CALLS, Choice
+from kvrelay.text.output_parsing.argument_values import is_json_object
 from kvrelay.text.output_parsing.events import ArgumentsDelta, ContentText, Event, ReasoningText, ToolCallBegun
 from kvrelay.text.request.api_error import ApiError
 from kvrelay_router.anthropic.messages_request import MODELS_PREFIX
 from kvrelay_router.http.error_response import anthropic_error
 from kvrelay_router.openai.answer_format import AnswerFormat
-from kvrelay_router.openai.chat_request import ChatRequest, arguments_of
+from kvrelay_router.openai.chat_request import ChatRequest
 from kvrelay_router.openai.generation import PromptRun
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -133,7 +134,9 @@ class MessageFormat(AnswerFormat):
         """A block of the answer in one piece."""
         match block["type"]:
             case "tool_use":
-                return {**block, "input": arguments_of(text)}
+                # As the model wrote it: numbers may have more digits than can be read and written again.
+                is_object = is_json_object(text := text or "{}")
+                return {**block, "input": orjson.Fragment(text) if is_object else {"arguments": text}}
             case "thinking":
                 return {**block, "thinking": text, "signature": self._head["id"]}
             case kind:

@@ -17,7 +17,7 @@ from kvrelay.excerpts import quoted
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.protocol.sampling import Grammar, GrammarKind
 from kvrelay.text.output_parsing.call_grammar import WHITESPACE, Marker, MarkerOf, Unconstrainable, format_of
-from kvrelay.text.output_parsing.dialect import CallGrammar
+from kvrelay.text.output_parsing.dialect import CallGrammar, Dialect
 from kvrelay.text.output_parsing.events import Tool
 from kvrelay.text.parsed_text import ParsedText
 from kvrelay.text.request.api_error import ApiError, wrong
@@ -71,20 +71,29 @@ async def plan_chat(
     return plan
 
 
+def _dialect(service: ApiService, request: ChatRequest) -> Dialect:
+    """The formats of the output."""
+    dialect = service.text.dialect
+    if request.joins_reasoning:
+        dialect = dialect.with_joined_reasoning or dialect
+    if request.choice.mode == "required":
+        return dialect.for_required_calls(is_named=request.choice.names_one)
+    return dialect.beside_format if request.is_calls_or_format else dialect
+
+
 def _parse(service: ApiService, request: ChatRequest, run: PromptRun, prompt: TokenizedPrompt) -> None:
     """Has the texts of the run parsed."""
-    dialect, inside = service.text.dialect, prompt.begins_inside
-    if request.joins_reasoning:
-        dialect = dialect.without_reasoning or dialect
-    elif request.is_calls_or_format:
-        dialect = dialect.beside_format
+    dialect, inside = _dialect(service, request), prompt.begins_inside
     prompt_end = service.text.prompt_end(prompt.token_ids)
+    tools, is_required = request.callable_tools, request.choice.mode == "required"
+    if is_required:
+        tools = tuple(msgspec.structs.replace(tool, is_strict=True) for tool in tools)
     for choice in run.choices:
         parsed = ParsedText(
-            dialect.new_parser(request.callable_tools, begins_inside=inside, prompt_end=prompt_end),
+            dialect.new_parser(tools, begins_inside=inside, prompt_end=prompt_end),
             hides_reasoning=not request.include_reasoning,
             parallel_calls=request.parallel_tool_calls,
-            only_calls=request.choice.mode == "required",
+            only_calls=is_required,
         )
         choice.parse_with(parsed, service.text.reasoning_counter(begins_inside=inside))
 
@@ -108,7 +117,7 @@ async def _prompt(
 
 
 def _check_reasoning(service: ApiService, request: ChatRequest) -> None:
-    if request.joins_reasoning and service.text.dialect.without_reasoning is None:
+    if request.joins_reasoning and service.text.dialect.with_joined_reasoning is None:
         raise wrong("separate_reasoning", "this model's reasoning is a message of its own", "unsupported_parameter")
     if request.thinking_token_budget is None:
         return
@@ -126,10 +135,10 @@ def _check_reasoning(service: ApiService, request: ChatRequest) -> None:
 def _check_tools(service: ApiService, request: ChatRequest) -> None:
     if not request.callable_tools:
         return
-    if not service.text.dialect.calls_tools:
+    if not _dialect(service, request).calls_tools:
         raise ApiError(
-            "Tool calls are not supported here, or how this model calls tools is not known; leave 'tools' out, set "
-            "'tool_choice' to \"none\", or start the router with --tool-parser",
+            "How this model calls tools is not known; leave 'tools' out, set 'tool_choice' to \"none\", \"required\" "
+            "or a function, or start the router with --tool-parser",
             param="tools",
             code="unsupported_parameter",
         )
@@ -166,7 +175,7 @@ def check_tool_grammar(service: ApiService, request: ChatRequest) -> None:
     """Raises ApiError for calls that cannot be constrained, or not together with the request's other fields."""
     if not request.constrains_calls and not request.is_calls_or_format:
         return
-    if service.text.dialect.call_grammar(_markers(service), begins_inside=False) is None:
+    if _dialect(service, request).call_grammar(_markers(service), begins_inside=False) is None:
         if request.choice.mode == "required" or request.choice.names is not None:
             raise wrong("tool_choice", "for this model only 'auto' and 'none' are supported", "unsupported_parameter")
         if request.is_calls_or_format:
@@ -216,7 +225,7 @@ async def _tool_grammar(service: ApiService, request: ChatRequest, *, begins_ins
     """Of calls; beside a format of calls or a text, of which each output is one. Begins behind the reasoning if workers
     know where that ends."""
     follows_reasoning = service.text.can_limit_reasoning
-    calls = service.text.dialect.call_grammar(
+    calls = _dialect(service, request).call_grammar(
         _markers(service), begins_inside=begins_inside, follows_reasoning=follows_reasoning
     )
     if calls is None:

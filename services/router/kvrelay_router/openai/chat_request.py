@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from contextlib import suppress
 from typing import Annotated, Any
 
 import orjson
@@ -57,6 +60,7 @@ MAX_PARTS = 16_384
 """Text parts of a message; tool calls likewise."""
 MAX_ARGUMENTS_CHARS = 1 << 20
 """JSON text of a tool call's arguments, which is parsed at once."""
+LONG_NUMBER = re.compile(r"[0-9]{19}").search
 MAX_MESSAGES = 16_384
 """They are checked at once, in 25 ms at most."""
 NO_MESSAGES: list[Any] = []
@@ -156,6 +160,9 @@ def arguments_of(text: str) -> dict[str, Any]:
         value = orjson.loads(text or "{}")
     except orjson.JSONDecodeError:
         return {"arguments": text}
+    if LONG_NUMBER(text):
+        with suppress(RecursionError):
+            value = json.loads(text)  # keeps all digits
     if value is None:
         return {}
     return value if isinstance(value, dict) else {"arguments": text}

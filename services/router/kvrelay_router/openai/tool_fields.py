@@ -36,6 +36,10 @@ class ToolChoice(msgspec.Struct, frozen=True):
     mode: Literal["none", "auto", "required"]
     names: tuple[str, ...] | None = None
 
+    @property
+    def names_one(self) -> bool:
+        return self.names is not None and len(self.names) == 1
+
 
 AUTO_CHOICE = ToolChoice("auto")
 

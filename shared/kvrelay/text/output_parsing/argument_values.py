@@ -5,11 +5,20 @@ from __future__ import annotations
 import ast
 import json
 import math
+import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
+
+MAX_NESTING = 128
+"""Of lists and objects in arguments. Clients and chat templates must be able to read what lies deeper."""
 MAX_DEPTH = 8
 """Of references and alternatives in a schema that are followed. What lies deeper may have any type."""
+
+IS_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?").fullmatch
+"""Matches a number of JSON."""
 
 Types = frozenset[str]
 ANY_TYPE: Types = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
@@ -80,15 +89,24 @@ def written_json(text: str, types: Types) -> str:
         return quoted(text)
     written = text.strip()
     try:
-        value = json.loads(written, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
-        value = _python_value(written)
+        value = orjson.loads(written)
+    except orjson.JSONDecodeError:
+        value = _odd_value(written)
         if value is _NO_VALUE:
             return quoted(text)
         written = _without_surrogates(json.dumps(value, ensure_ascii=False))
-    if "string" in types and not _types_of_value(value) & types:
+    if not _is_json(value) or ("string" in types and not _types_of_value(value) & types):
         return quoted(text)
     return written
+
+
+def is_json_object(text: str) -> bool:
+    """Whether this is JSON text of an object that every client can read."""
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(value, dict) and _is_json(value)
 
 
 def quoted(text: str) -> str:
@@ -101,17 +119,35 @@ def _without_surrogates(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
+def in_range(number: str) -> str:
+    """The text of a JSON number. One beyond all floats, which not every client can read, becomes the last of them."""
+    if math.isfinite(float(number)):
+        return number
+    return repr(-sys.float_info.max if number.startswith("-") else sys.float_info.max)
+
+
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
+_DECODER = json.JSONDecoder(
+    parse_constant=_no_constant,
+    parse_float=lambda text: float(in_range(text)),
+)
 _NO_VALUE = object()
 MAX_LITERAL_CHARS = 1 << 16
 MAX_INTEGER_BITS = 1024
 
 
+def _odd_value(text: str) -> Any:
+    """JSON with halves of characters or numbers out of range, or a literal of Python, as models also write them."""
+    try:
+        return _DECODER.decode(text)
+    except (ValueError, RecursionError):
+        return _python_value(text)
+
+
 def _python_value(text: str) -> Any:
-    """Models also write values as Python does."""
     if len(text) > MAX_LITERAL_CHARS:
         return _NO_VALUE
     lowered = {"true": True, "false": False, "none": None}.get(text.lower(), _NO_VALUE)
@@ -119,12 +155,14 @@ def _python_value(text: str) -> Any:
         return lowered
     try:
         value = ast.literal_eval(text)
+        if "#" in text:
+            ast.literal_eval(f"[{text}]")  # fails if text behind the value is a comment for Python
     except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
         return _NO_VALUE
     return value if _is_json(value) else _NO_VALUE
 
 
-def _is_json(value: Any) -> bool:
+def _is_json(value: Any, depth: int = 0) -> bool:
     match value:
         case None | bool() | str():
             return True
@@ -133,7 +171,8 @@ def _is_json(value: Any) -> bool:
         case float():
             return math.isfinite(value)
         case list() | tuple():
-            return all(map(_is_json, value))
+            return depth < MAX_NESTING and all(_is_json(each, depth + 1) for each in value)
         case dict():
-            return all(isinstance(key, str) for key in value) and all(map(_is_json, value.values()))
+            is_object = depth < MAX_NESTING and all(isinstance(key, str) for key in value)
+            return is_object and all(_is_json(each, depth + 1) for each in value.values())
     return False

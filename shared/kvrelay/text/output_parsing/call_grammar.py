@@ -104,7 +104,8 @@ class CallSyntax(msgspec.Struct, frozen=True, kw_only=True):
 
     `around`: pairs of markers around all calls, the outer ones first. `starts_output`: calls are only at the
     beginning of an output; then its first characters, which are `begin` or the first of `around`, are no free text.
-    `bare_keys`: calls are JSON without a marker, objects with the name and the arguments at these keys.
+    `bare_keys`: calls are JSON without a marker, objects with the name and the arguments at these keys. `is_single`: an
+    output has one call.
     """
 
     begin: str
@@ -114,6 +115,7 @@ class CallSyntax(msgspec.Struct, frozen=True, kw_only=True):
     around: tuple[tuple[str, str], ...] = ()
     starts_output: str = ""
     bare_keys: tuple[str, str] | None = None
+    is_single: bool = False
 
     def openings(self, tools: Sequence[Tool]) -> tuple[str, ...]:
         """With what outputs of calls begin. Calls without a marker are told by the tool's name."""
@@ -198,7 +200,7 @@ class MarkedCallGrammar(msgspec.Struct, frozen=True, kw_only=True):
             "tags": [self._call(tools, all_strict=all_strict)],
             "separator": self.syntax.separator,
             "at_least_one": True,
-            "stop_after_first": not is_parallel,
+            "stop_after_first": self.syntax.is_single or not is_parallel,
         }
         for begin, end in reversed(self.syntax.around):
             calls = tag(self.marker_of(begin), calls, self.marker_of(end))

@@ -13,13 +13,13 @@ from kvrelay.text.output_parsing import harmony
 from kvrelay.text.output_parsing.call_grammar import Format, MarkedCallGrammar, MarkerOf, Thinking
 from kvrelay.text.output_parsing.events import (
     CallsOrTextParser,
-    Event,
     OutputParser,
     PlainParser,
-    ReasoningText,
     Tool,
 )
 from kvrelay.text.output_parsing.formats import (
+    JSON_ARGUMENTS,
+    JSON_LIST,
     OTHER_NAMES,
     REASONING_FORMATS,
     SUFFIX,
@@ -29,7 +29,13 @@ from kvrelay.text.output_parsing.formats import (
     load_tool_format,
 )
 from kvrelay.text.output_parsing.harmony import HarmonyCallGrammar
-from kvrelay.text.output_parsing.parser_base import Markers, Steps, TextParser
+from kvrelay.text.output_parsing.reasoning import (
+    HarmonyCounter,
+    JoinedThinkingParser,
+    ReasoningCounter,
+    ThinkingParser,
+    TokenCounter,
+)
 from kvrelay.text.output_parsing.response_template import (
     BadResponseTemplate,
     ResponseTemplate,
@@ -51,103 +57,6 @@ class UnknownParser(ValueError):
     """No parser has this name."""
 
 
-class ThinkingParser(TextParser):
-    """Passes the text behind the reasoning to another parser.
-
-    `begins_inside`: the prompt has opened the reasoning. Otherwise an output without `begin` has none. Whitespace
-    around the reasoning is dropped.
-    """
-
-    def __init__(self, inner: OutputParser, *, begin: str, end: str, begins_inside: bool) -> None:
-        super().__init__()
-        self._inner = inner
-        self._begin, self._ends = begin, Markers(end)
-        self._begins_inside = begins_inside
-        self._is_behind = False
-
-    def feed(self, text: str) -> list[Event]:
-        return self._inner.feed(text) if self._is_behind else super().feed(text)
-
-    def finish(self) -> list[Event]:
-        return [*([] if self._is_behind else super().finish()), *self._inner.finish()]
-
-    def _parse(self) -> Steps[None]:
-        self._head = []
-        yield from self._skip_spaces()
-        opens = yield from self._skip(self._begin)
-        if opens or self._begins_inside:
-            yield from self._skip_spaces()
-            self._head = []
-            ended = yield from self._until(self._ends, self._reasoning)
-            if ended is None:
-                if self._spaces:
-                    self._events.append(ReasoningText(self._take_spaces()))
-            else:
-                yield from self._skip_spaces()
-            self._head, self._spaces = [], []
-        self._is_behind = True
-        self._events += self._inner.feed("".join(self._head) + self._take_rest())
-
-    def _reasoning(self, text: str) -> None:
-        if kept := self._without_end(text):
-            self._events.append(ReasoningText(kept))
-
-
-class ReasoningCounter:
-    """`num_tokens`: those of the reasoning so far, with the tokens that begin and end it."""
-
-    def __init__(self, begin_id: int, end_id: int, *, begins_inside: bool) -> None:
-        self.num_tokens = 0
-        self._begin_id, self._end_id = begin_id, end_id
-        self._num_seen = 0
-        self._is_inside = begins_inside
-        self._is_behind = False
-
-    def count(self, token_ids: Sequence[int]) -> None:
-        if self._is_behind:
-            return
-        if not self._is_inside and self._begin_id in token_ids:
-            self._is_inside = True
-        if not self._is_inside:
-            self._num_seen += len(token_ids)
-            return
-        if self._end_id in token_ids:
-            self._is_behind = True
-            token_ids = token_ids[: token_ids.index(self._end_id) + 1]
-        self.num_tokens += self._num_seen + len(token_ids)
-        self._num_seen = 0
-
-
-class HarmonyCounter:
-    """Counts the messages of the channel `analysis`, with their markers."""
-
-    def __init__(self, channel_id: int, analysis_id: int, start_id: int, *, begins_inside: bool) -> None:
-        self.num_tokens = 0
-        self._channel_id, self._analysis_id, self._start_id = channel_id, analysis_id, start_id
-        self._is_inside = begins_inside
-        self._num_held = 0  # tokens of a header whose channel is not known yet
-        self._names_channel = False
-
-    def count(self, token_ids: Sequence[int]) -> None:
-        for token_id in token_ids:
-            if self._names_channel:
-                self._names_channel = False
-                self._is_inside = token_id == self._analysis_id
-                if self._is_inside:
-                    self.num_tokens += self._num_held + 1
-                self._num_held = 0
-            elif token_id in (self._start_id, self._channel_id):
-                self._num_held = self._num_held + 1 if token_id == self._channel_id else 1
-                self._names_channel = token_id == self._channel_id
-                self._is_inside = False
-            elif self._is_inside:
-                self.num_tokens += 1
-            elif self._num_held:
-                self._num_held += 1
-
-
-TokenCounter = ReasoningCounter | HarmonyCounter
-
 CallGrammar = MarkedCallGrammar | HarmonyCallGrammar
 
 
@@ -166,9 +75,15 @@ class Dialect:
     """Parsers must see the end of the prompt."""
 
     @property
-    def without_reasoning(self) -> Dialect | None:
+    def with_joined_reasoning(self) -> Dialect | None:
         """The same formats with reasoning and its markers as content. None if reasoning is a message of its own."""
         return None
+
+    def for_required_calls(self, *, is_named: bool) -> Dialect:
+        """The same formats, for outputs that must be calls. If no grammar can make the model call tools its own way,
+        they are a JSON list of objects with `name` and `parameters`, or the parameters alone if the request names the
+        tool."""
+        return self
 
     @property
     def beside_format(self) -> Dialect:
@@ -219,15 +134,27 @@ class MarkedDialect(Dialect):
     """Reasoning between two markers, and calls behind it. Without a tool format the model cannot call tools; without a
     reasoning format all text is content or calls."""
 
-    def __init__(self, tools: ToolFormat | None = None, reasoning: ReasoningFormat | None = None) -> None:
+    def __init__(
+        self,
+        tools: ToolFormat | None = None,
+        reasoning: ReasoningFormat | None = None,
+        *,
+        joins_reasoning: bool = False,
+    ) -> None:
         self.tools, self.reasoning = tools, reasoning
+        self._joins_reasoning = joins_reasoning
         self.calls_tools, self.is_plain = tools is not None, reasoning is None
         around = () if reasoning is None else (reasoning.begin, reasoning.end)
         self.markers = (*around, *(() if tools is None else tools.markers))
 
     @property
-    def without_reasoning(self) -> Dialect:
-        return MarkedDialect(self.tools)
+    def with_joined_reasoning(self) -> Dialect:
+        return MarkedDialect(self.tools, self.reasoning, joins_reasoning=True)
+
+    def for_required_calls(self, *, is_named: bool) -> Dialect:
+        if self.tools is not None and self.tools.syntax is not None:
+            return self
+        return self._with_tools(JSON_ARGUMENTS if is_named else JSON_LIST)
 
     @property
     def beside_format(self) -> Dialect:
@@ -238,7 +165,10 @@ class MarkedDialect(Dialect):
         def new_parser(called: Sequence[Tool]) -> OutputParser:
             return CallsOrTextParser(tools.new_parser(called), syntax.openings(called))
 
-        return MarkedDialect(msgspec.structs.replace(tools, new_parser=new_parser), self.reasoning)
+        return self._with_tools(msgspec.structs.replace(tools, new_parser=new_parser))
+
+    def _with_tools(self, tools: ToolFormat) -> MarkedDialect:
+        return MarkedDialect(tools, self.reasoning, joins_reasoning=self._joins_reasoning)
 
     def is_closed_by(self, prompt: str) -> bool:
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.end)
@@ -257,7 +187,8 @@ class MarkedDialect(Dialect):
             inner = self.tools.new_parser(tools)
         if self.reasoning is None:
             return inner
-        return ThinkingParser(inner, begin=self.reasoning.begin, end=self.reasoning.end, begins_inside=begins_inside)
+        new_parser = JoinedThinkingParser if self._joins_reasoning else ThinkingParser
+        return new_parser(inner, begin=self.reasoning.begin, end=self.reasoning.end, begins_inside=begins_inside)
 
     def new_counter(self, token_id_of: TokenIdOf, *, begins_inside: bool) -> TokenCounter | None:
         ids = self._marker_ids(token_id_of)

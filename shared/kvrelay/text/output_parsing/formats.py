@@ -32,6 +32,8 @@ from kvrelay.text.output_parsing.events import ContentText, OutputParser, Tool
 from kvrelay.text.output_parsing.json_calls import (
     DeepSeekParser,
     HermesParser,
+    JsonArgumentsParser,
+    JsonListParser,
     KimiK2Parser,
     Llama3JsonParser,
     MistralParser,
@@ -68,6 +70,10 @@ def _json_call(key: str, opening: str = "{", closing: str = "}") -> Callable[[To
         return tag(begin, json_arguments(tool, is_strict=is_strict), closing)
 
     return content
+
+
+def _arguments_alone(tool: Tool, is_strict: bool, marker_of: MarkerOf) -> Format:
+    return json_arguments(tool, is_strict=is_strict)
 
 
 def _named_call(separator: str) -> Callable[[Tool, bool, MarkerOf], Format]:
@@ -233,6 +239,23 @@ TOOL_FORMATS = (
     ),
 )
 """If a template shows several, the first one counts."""
+
+
+JSON_LIST = ToolFormat(
+    name="json_list",
+    new_parser=JsonListParser,
+    markers=(),
+    syntax=CallSyntax(
+        begin="{", content=_json_call("parameters", ""), end="", separator=", ", around=(("[", "]"),), starts_output="["
+    ),
+)
+JSON_ARGUMENTS = ToolFormat(
+    name="json_arguments",
+    new_parser=JsonArgumentsParser,
+    markers=(),
+    syntax=CallSyntax(begin="", content=_arguments_alone, end="", separator="", is_single=True),
+)
+"""For models whose way of calling is not known: general JSON, as vLLM has it."""
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):

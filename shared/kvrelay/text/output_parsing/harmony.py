@@ -21,7 +21,8 @@ from kvrelay.text.output_parsing.call_grammar import (
     text,
 )
 from kvrelay.text.output_parsing.events import ReasoningText, Tool
-from kvrelay.text.output_parsing.parser_base import Malformed, Markers, Steps, TextParser
+from kvrelay.text.output_parsing.json_calls import JsonReader
+from kvrelay.text.output_parsing.parser_base import Malformed, Markers, Steps
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -38,20 +39,19 @@ _IS_CUT_HEADER = re.compile(
 FUNCTIONS = "functions."
 
 
-class HarmonyParser(TextParser):
+class HarmonyParser(JsonReader):
     """`begins_inside`: the prompt has opened a message of reasoning. Without `tools` no message is a call."""
 
     _ends = Markers(END, CALL, RETURN, START, CHANNEL)
     _header_ends = Markers(MESSAGE, END, CALL, RETURN)
 
     def __init__(self, tools: Sequence[Tool], *, begins_inside: bool = False) -> None:
-        super().__init__()
+        super().__init__(tools)
         self._begins_inside = begins_inside
-        self._has_tools = bool(tools)
         self._has_reasoning = self._has_content = False
 
     def _parse(self) -> Steps[None]:
-        self._begin_head("")
+        self._begin_head()
         header: str | None = None
         if self._begins_inside:
             header = CHANNEL + ANALYSIS
@@ -76,36 +76,34 @@ class HarmonyParser(TextParser):
     def _next_header(self, marker: str) -> Steps[str | None]:
         """The header of the next message, whose first marker may have ended the last one."""
         if marker in (START, CHANNEL):
-            self._begin_head(marker)
+            self._begin_head(len(marker))
             return (yield from self._header())
-        self._begin_head("")
         yield from self._skip_spaces()
+        self._begin_head()
         if (yield from self._starts_with(START)) or (yield from self._starts_with(CHANNEL)):
-            self._drop_head()
             return (yield from self._header())
         return ""  # text without a header: content
 
     def _header(self) -> Steps[str | None]:
         """The text up to the message. None if the output ends in it. Raises Malformed if there is no message."""
         try:
-            header, end = yield from self._short_text(self._header_ends)
+            _, end = yield from self._short_text(self._header_ends)
         except Malformed:
-            if not self._is_over or not _IS_CUT_HEADER("".join(self._head)):
+            if not self._is_over or not _IS_CUT_HEADER(self._head_text()):
                 raise
             self._drop_head()
             return None
         if end != MESSAGE:
             raise Malformed
-        header = "".join(self._head)
-        self._drop_head()
-        return header
+        return self._head_text()
 
     def _message(self, header: str) -> Steps[str | None]:
         """Reads a message and the marker behind it, which it returns. None at the end of the output."""
         channel, recipient = _CHANNEL(header), _RECIPIENT(header)
         name = "" if recipient is None else recipient[1]
-        if self._has_tools and name.startswith(FUNCTIONS) and len(name) > len(FUNCTIONS):
+        if self._tools and name.startswith(FUNCTIONS) and len(name) > len(FUNCTIONS):
             return (yield from self._call_message(name.removeprefix(FUNCTIONS)))
+        self._drop_head()
         if channel is not None and channel[1] == ANALYSIS:
             if self._has_reasoning and header:
                 self._reasoning(BETWEEN_MESSAGES)
@@ -123,14 +121,21 @@ class HarmonyParser(TextParser):
         return marker
 
     def _call_message(self, name: str) -> Steps[str | None]:
-        self._begin_call(name)
-        has_arguments = bool((yield from self._skip_spaces())) and not (yield from self._is_ended())
-        self._drop_head()
-        if not has_arguments:
-            self._arguments("{}")
-        marker = yield from self._until(self._ends, self._arguments)
-        self._end_call()
-        return marker
+        """A message that is no object is content, with its header."""
+        try:
+            self._begin_call(name)
+            if not (yield from self._skip_spaces()) or (yield from self._is_ended()):
+                self._arguments("{}")
+            else:
+                yield from self._object()
+            if (yield from self._skip_spaces()) and not (yield from self._is_ended()):
+                raise Malformed
+        except Malformed:
+            self._give_up()
+        else:
+            self._commit()
+            self._drop_head()
+        return (yield from self._until(self._ends, self._content))
 
     def _is_ended(self) -> Steps[bool]:
         for marker in self._ends.texts:

@@ -6,25 +6,29 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Sequence
 
-from kvrelay.text.output_parsing.events import Tool
-from kvrelay.text.output_parsing.parser_base import IS_NAME, CallParser, Malformed, Markers, Steps, Write
+from kvrelay.text.output_parsing.argument_values import IS_NUMBER, MAX_NESTING, in_range, is_json_object
+from kvrelay.text.output_parsing.parser_base import (
+    IS_NAME,
+    SPACES,
+    CallParser,
+    Malformed,
+    Markers,
+    NoCall,
+    Steps,
+    Write,
+)
 
-ARGUMENT_KEYS = ("arguments", "parameters")
-_IN_STRING = re.compile(r'["\\]').search
-_SCALAR_END = re.compile(r"[\s,}\]<]").search
+NAME, ARGUMENTS = "name", "arguments"
+_KEYS = {"parameters": ARGUMENTS}
+"""Other names of keys."""
+_IN_STRING = re.compile(r'["\\\x00-\x1f]').search
+_SCALAR_END = re.compile(r"[^-+.0-9A-Za-z]").search
+_CLOSING = {"{": "}", "[": "]"}
 
 
 class JsonReader(CallParser):
-    """Calls are objects, `{"name": ..., "arguments": {...}}`. `_stop` is the text behind a call, which is none of
-    JSON's: it ends a value that is malformed."""
-
-    _stop = ""
-
-    def __init__(self, tools: Sequence[Tool] = ()) -> None:
-        super().__init__(tools)
-        self._structure = re.compile(rf'["{{}}\[\]{re.escape(self._stop[:1])}]').search
+    """Calls are objects, `{"name": ..., "arguments": {...}}`. Arguments are passed on as they are written."""
 
     def _call(self, opened: str) -> Steps[None]:
         yield from self._skip_spaces()
@@ -33,54 +37,65 @@ class JsonReader(CallParser):
         yield from self._expect(self._stop)
 
     def _json_call(self) -> Steps[None]:
-        """Reads one object. Raises Malformed, and then `_give_up` writes what was read."""
+        """Reads one object. Raises Malformed."""
         await_name: list[str] = []  # arguments that came before the name
-        has_arguments = False
-        yield from self._expect("{")
-        is_first = True
+        seen: set[str] = set()
+        if not (yield from self._skip("{")):
+            raise NoCall
         while (yield from self._skip_spaces()) != "}":
-            if not is_first:
+            if seen:
                 yield from self._expect(",")
                 yield from self._skip_spaces()
-            is_first = False
             key = yield from self._string()
+            key = _KEYS.get(key, key)
             yield from self._skip_spaces()
             yield from self._expect(":")
             first = yield from self._skip_spaces()
-            if key == "name" and not self._call_is_open:
+            if key in seen:
+                raise Malformed
+            seen.add(key)
+            if key == NAME:
                 self._begin_call((yield from self._name()))
                 self._arguments("".join(await_name))
-            elif key in ARGUMENT_KEYS and not has_arguments:
-                has_arguments = True
-                yield from self._argument_value(first, await_name)
+            elif key == ARGUMENTS:
+                yield from self._argument_value(first, self._arguments if NAME in seen else await_name.append)
             else:
-                yield from self._value(self._keep)
-        self._read_head(1)
-        if not self._call_is_open:
+                yield from self._value(_ignore)
+        self._read(1)
+        if NAME not in seen:
             raise Malformed
-        if not has_arguments:
+        if ARGUMENTS not in seen:
             self._arguments("{}")
 
-    def _argument_value(self, first: str, await_name: list[str]) -> Steps[None]:
-        def write(text: str) -> None:
-            if self._call_is_open:
-                self._arguments(text)
-            else:
-                self._keep(text)
-                await_name.append(text)
+    def _json_list(self) -> Steps[None]:
+        """Reads a list of such objects."""
+        yield from self._expect("[")
+        while True:
+            yield from self._skip_spaces()
+            yield from self._json_call()
+            self._end_call()
+            yield from self._skip_spaces()
+            if (yield from self._skip("]")):
+                return
+            yield from self._expect(",")
 
-        if self._call_is_open:
-            self._head = []
-        if first == '"':  # JSON text in a string, as clients get it
-            text = yield from self._string()
-            if self._call_is_open:
-                self._arguments(text)
-            else:
-                await_name.append(text)
-        elif (yield from self._skip("null")):
-            self._arguments("{}") if self._call_is_open else await_name.append("{}")
-        else:
+    def _object(self) -> Steps[None]:
+        """Reads the arguments of the open call."""
+        if (yield from self._peek()) != "{":
+            raise Malformed
+        yield from self._value(self._arguments)
+
+    def _argument_value(self, first: str, write: Write) -> Steps[None]:
+        if first == "{":
             yield from self._value(write)
+        elif first == '"':  # JSON text in a string, as clients get it
+            text = (yield from self._string()) or "{}"
+            if not is_json_object(text):
+                raise Malformed
+            write(text)
+        else:
+            yield from self._expect("null")
+            write("{}")
 
     def _name(self) -> Steps[str]:
         name = yield from self._string()
@@ -90,79 +105,103 @@ class JsonReader(CallParser):
 
     def _string(self) -> Steps[str]:
         """Reads a string, and returns its value."""
-        if (yield from self._peek()) != '"':
-            raise Malformed
         pieces: list[str] = []
-
-        def write(text: str) -> None:
-            self._keep(text)
-            pieces.append(text)
-
-        yield from self._quoted(write)
-        try:
-            value = str(json.loads("".join(pieces), strict=False))
-        except ValueError:
-            raise Malformed from None
-        return value.encode(errors="replace").decode()  # lone surrogates cannot be written
+        yield from self._quoted(pieces.append)
+        return str(json.loads("".join(pieces)))
 
     def _value(self, write: Write) -> Steps[None]:
-        """Passes a value's text to `write`. Raises Malformed if it ends too early."""
-        first = yield from self._peek()
-        if first == '"':
-            yield from self._quoted(write)
-        elif first and first in "{[":
-            yield from self._nested(write)
-        elif not first or first in ",}]":
-            raise Malformed
-        else:
-            yield from self._scalar(write)
-
-    def _nested(self, write: Write) -> Steps[None]:
-        depth = 0
+        """Passes a value's text to `write`. Raises Malformed."""
+        closing: list[str] = []
         while True:
-            found = self._structure(self._text, self._at)
-            end = len(self._text) if found is None else found.start()
-            self._pass(end, write)
+            first = yield from self._peek()
+            if first == '"':
+                yield from self._quoted(write)
+            elif first in _CLOSING:
+                closing.append(_CLOSING[first])
+                if len(closing) > MAX_NESTING:
+                    raise Malformed
+                self._pass(self._at + 1, write)
+                if (yield from self._gap(write)) != closing[-1]:
+                    yield from self._key(closing[-1], write)
+                    continue
+            else:
+                yield from self._scalar(write)
+            while closing and (yield from self._gap(write)) == closing[-1]:
+                closing.pop()
+                self._pass(self._at + 1, write)
+            if not closing:
+                return
+            if (yield from self._peek()) != ",":
+                raise Malformed
+            self._pass(self._at + 1, write)
+            yield from self._gap(write)
+            yield from self._key(closing[-1], write)
+
+    def _gap(self, write: Write) -> Steps[str]:
+        """Passes on whitespace. Returns the character behind it, unread."""
+        while (char := (yield from self._peek())) and char in SPACES:
+            self._pass(self._at + 1, write)
+        return char
+
+    def _key(self, closing: str, write: Write) -> Steps[None]:
+        """Passes on what stands in front of a value in an object, or nothing in a list."""
+        if closing == "]":
+            return
+        yield from self._quoted(write)
+        if (yield from self._gap(write)) != ":":
+            raise Malformed
+        self._pass(self._at + 1, write)
+        yield from self._gap(write)
+
+    def _quoted(self, write: Write) -> Steps[None]:
+        """A string, quotes included."""
+        if (yield from self._peek()) != '"':
+            raise Malformed
+        self._pass(self._at + 1, write)
+        while True:
+            found = _IN_STRING(self._text, self._at)
+            self._pass(len(self._text) if found is None else found.start(), write)
             if found is None:
                 if not (yield from self._more()):
                     raise Malformed
             elif found[0] == '"':
-                yield from self._quoted(write)
-            elif found[0] == self._stop[:1] and (yield from self._starts_with(self._stop)):
-                raise Malformed
-            elif found[0] in "{}[]":
-                depth += 1 if found[0] in "{[" else -1
                 self._pass(self._at + 1, write)
-                if depth <= 0:
-                    return
-            else:
-                self._pass(self._at + 1, write)
-
-    def _quoted(self, write: Write) -> Steps[None]:
-        """A string, quotes included."""
-        self._pass(self._at + 1, write)
-        while True:
-            found = _IN_STRING(self._text, self._at)
-            end = len(self._text) if found is None else found.start()
-            self._pass(end, write)
-            if found is not None and found[0] == '"':
-                self._pass(end + 1, write)
                 return
-            if found is not None and len(self._text) > end + 1:
-                self._pass(end + 2, write)
-            elif not (yield from self._more()):
-                self._pass(len(self._text), write)
+            elif found[0] == "\\":
+                yield from self._escape(write)
+            else:
                 raise Malformed
+
+    def _escape(self, write: Write) -> Steps[None]:
+        code = yield from self._ahead(2)
+        if code[1] == "u":
+            yield from self._unicode_escape(write)
+        elif code[1] in '"\\/bfnrt':
+            self._pass(self._at + 2, write)
+        else:
+            raise Malformed
 
     def _scalar(self, write: Write) -> Steps[None]:
+        """A number or constant."""
+        pieces: list[str] = []
         while True:
             found = _SCALAR_END(self._text, self._at)
-            end = len(self._text) if found is None else found.start()
-            self._pass(end, write)
+            self._pass(len(self._text) if found is None else found.start(), pieces.append)
             if found is not None:
-                return
+                break
             if not (yield from self._more()):
                 raise Malformed
+        word = "".join(pieces)
+        if word in ("true", "false", "null"):
+            write(word)
+        elif IS_NUMBER(word):
+            write(in_range(word))
+        else:
+            raise Malformed
+
+
+def _ignore(text: str) -> None:
+    pass
 
 
 class HermesParser(JsonReader):
@@ -180,20 +219,18 @@ class Llama3JsonParser(JsonReader):
     tag = "<|python_tag|>"
     _opens = Markers(tag)
     _first = "{"
-    _stop = tag
 
     def _call(self, opened: str) -> Steps[None]:
         yield from self._skip_spaces()
         while True:
             yield from self._json_call()
-            self._end_call()
+            self._commit()
             following = yield from self._skip_spaces()
             if following == ";":
-                yield from self._expect(";")
+                self._read(1)
                 yield from self._skip_spaces()
             elif following != "{":
-                self._give_up()
-                return
+                raise NoCall
 
     def _name(self) -> Steps[str]:
         name = yield from super()._name()
@@ -211,7 +248,6 @@ class MistralParser(JsonReader):
 
     tag, call_id, arguments = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
     _opens = Markers(tag)
-    _stop = tag
     _name_ends = Markers(call_id, arguments, "{", tag)
     _id_ends = Markers(arguments, "{", tag)
 
@@ -222,22 +258,11 @@ class MistralParser(JsonReader):
     def _call(self, opened: str) -> Steps[None]:
         first = yield from self._skip_spaces()
         if first == "[":
-            yield from self._list()
+            yield from self._json_list()
         elif first == "{":
             yield from self._json_call()
         else:
             yield from self._named_call()
-
-    def _list(self) -> Steps[None]:
-        yield from self._expect("[")
-        while True:
-            yield from self._skip_spaces()
-            yield from self._json_call()
-            self._end_call()
-            yield from self._skip_spaces()
-            if (yield from self._skip("]")):
-                return
-            yield from self._expect(",")
 
     def _named_call(self) -> Steps[None]:
         name, end = yield from self._upto(self._name_ends)
@@ -250,19 +275,38 @@ class MistralParser(JsonReader):
             raise Malformed
         self._begin_call(name, call_id)
         yield from self._skip_spaces()
-        self._drop_head()
-        yield from self._value(self._arguments)
+        yield from self._object()
 
     def _upto(self, ends: Markers) -> Steps[tuple[str, str]]:
-        """Reads a short text and the marker behind it. A marker that belongs to what follows is not consumed."""
+        """Reads a short text and the marker behind it. A brace, which belongs to what follows, is not consumed."""
         text, end = yield from self._short_text(ends)
-        if end in ("{", self.tag):
-            self._at -= len(end)
-            self._head.pop()
-            self._head_chars -= len(end)
         if end == self.tag:
             raise Malformed
+        if end == "{":
+            self._at -= 1
         return text.strip(), end
+
+
+class JsonListParser(JsonReader):
+    """A list of calls is all of the output."""
+
+    def _parse(self) -> Steps[None]:
+        self._begin_head()
+        yield from self._guarded_call("")
+
+    def _call(self, opened: str) -> Steps[None]:
+        yield from self._skip_spaces()
+        yield from self._json_list()
+
+
+class JsonArgumentsParser(JsonListParser):
+    """The arguments of a call of the only tool are all of the output."""
+
+    def _call(self, opened: str) -> Steps[None]:
+        if (yield from self._skip_spaces()) != "{":
+            raise Malformed
+        self._begin_call(next(iter(self._tools)))
+        yield from self._object()
 
 
 class SectionReader(JsonReader):
@@ -280,18 +324,20 @@ class SectionReader(JsonReader):
         begin, call_begin, call_end, end = self.section
         if opened == begin:
             yield from self._skip_spaces()
-            yield from self._expect(call_begin)
+            if not (yield from self._skip(call_begin)):
+                raise NoCall
         while True:
             behind = yield from self._call_head()
-            yield from self._value(self._arguments)
+            yield from self._object()
             for expected in (behind, call_end):
                 yield from self._skip_spaces()
                 yield from self._expect(expected)
-            self._end_call()
+            self._commit()
             yield from self._skip_spaces()
             if (yield from self._skip(end)):
                 return
-            yield from self._expect(call_begin)
+            if not (yield from self._skip(call_begin)):
+                raise NoCall
 
 
 class DeepSeekParser(SectionReader):
@@ -311,9 +357,10 @@ class DeepSeekParser(SectionReader):
             raise Malformed
         is_block = (yield from self._skip_spaces()) != "{"
         if is_block:
+            kind = name.strip()
             name, end = yield from self._short_text(self._lines)
             yield from self._skip_spaces()
-            if end != "\n" or not (yield from self._skip(self.block)):
+            if not IS_NAME(kind) or end != "\n" or not (yield from self._skip(self.block)):
                 raise Malformed
             yield from self._skip_spaces()
         if not IS_NAME(name.strip()):
@@ -350,5 +397,4 @@ class KimiK2Parser(SectionReader):
             raise Malformed
         self._begin_call(found[1], self._unused(call_id, found[1]))
         yield from self._skip_spaces()
-        self._drop_head()
         return ""

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvrelay.text.output_parsing.argument_values import ANY_TYPE, STRING, Types, quoted, types_of, written_json
 from kvrelay.text.output_parsing.events import Tool
-from kvrelay.text.output_parsing.parser_base import IS_NAME, CallParser, Malformed, Markers, Steps, Write
+from kvrelay.text.output_parsing.parser_base import IS_NAME, CallParser, Malformed, Markers, NoCall, Steps, Write
 
 MAX_GAP_CHARS = 256
 """Whitespace behind the end of a value. With more, the end belongs to the value."""
@@ -33,12 +33,10 @@ class ParameterReader(CallParser):
     def _end_parameters(self) -> None:
         """The arguments are complete."""
         self._arguments("}" if self._num_arguments else "{}")
-        self._drop_head()
 
-    def _give_up(self) -> None:
-        if self._call_is_open and not self._is_over:
-            self._arguments("}" if self._num_arguments else "{}")  # there is more text, but none for this call
-        super()._give_up()
+    def _is_cut(self) -> bool:
+        """With the end of a call in it, the last value has no end because the call is malformed."""
+        return super()._is_cut() and not (self._stop and self._stop in self._head_text())
 
     def _types(self, key: str) -> Types:
         parameters = {} if self._called is None else self._called.parameters
@@ -50,7 +48,6 @@ class ParameterReader(CallParser):
     def _begin_argument(self, key: str) -> None:
         self._arguments(f"{', ' if self._num_arguments else '{'}{quoted(key)}: ")
         self._num_arguments += 1
-        self._drop_head()
 
     def _argument_text(
         self, key: str, ends: Markers, following: Mapping[str, Sequence[str]], *, in_lines: bool
@@ -62,9 +59,7 @@ class ParameterReader(CallParser):
         self._begin_argument(key)
         pieces = _StringPieces(self._arguments) if types == STRING else _Pieces()
         if in_lines:
-            first = yield from self._peek()
-            if first == "\n":
-                self._at += 1
+            yield from self._skip("\n")
         marker = yield from self._until(ends, pieces.add)
         while marker is not None and not (yield from self._is_followed(following[marker])):
             pieces.add(marker)
@@ -136,13 +131,17 @@ class Glm45Parser(ParameterReader):
     open, close = "<tool_call>", "</tool_call>"
     key, key_end, value, value_end = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
     _opens = Markers(open)
-    _name_ends = Markers(key, close)
+    _stop = close
+    _name_ends = Markers(key, close, open)
     _key_ends = Markers(key_end, close)
     _value_ends = Markers(value_end)
     _behind_values: ClassVar = {value_end: (key, close)}
 
     def _call(self, opened: str) -> Steps[None]:
         name, marker = yield from self._short_text(self._name_ends)
+        if marker == self.open:
+            self._at -= len(marker)
+            raise NoCall
         self._begin_parameters(name.strip())
         while marker == self.key:
             key, end = yield from self._short_text(self._key_ends)
@@ -165,19 +164,23 @@ class Qwen3CoderParser(ParameterReader):
     open, close = "<tool_call>", "</tool_call>"
     function, function_end = "<function=", "</function>"
     parameter, parameter_end = "<parameter=", "</parameter>"
-    call_end = f"{function_end}\n{close}"
     _opens = Markers(open, function)
+    _stop = close
     _name_ends = Markers(">", "\n")
+    call_end = f"{function_end}\n{close}"
     _value_ends = Markers(parameter_end, call_end)
     _behind_values: ClassVar = {parameter_end: (parameter, function_end, close), call_end: (open,)}
 
     def _call(self, opened: str) -> Steps[None]:
         if opened == self.open:
             yield from self._skip_spaces()
-            yield from self._expect(self.function)
+            if not (yield from self._skip(self.function)):
+                raise NoCall
         name, end = yield from self._short_text(self._name_ends)
         name = name.strip()
-        if end != ">" or (opened != self.open and name not in self._tools):
+        if opened != self.open and (end != ">" or name not in self._tools):
+            raise NoCall
+        if end != ">":
             raise Malformed
         self._begin_parameters(name)
         while True:
@@ -189,12 +192,10 @@ class Qwen3CoderParser(ParameterReader):
                 raise Malformed
             end = yield from self._argument_text(key.strip(), self._value_ends, self._behind_values, in_lines=True)
             if end != self.parameter_end:
-                self._end_parameters()
-                return
+                raise Malformed
         yield from self._expect(self.function_end)
         self._end_parameters()
+        self._commit()
         yield from self._skip_spaces()
-        if (yield from self._skip(self.close)):
-            self._drop_head()
-        else:
-            self._give_up()
+        if not (yield from self._skip(self.close)):
+            raise NoCall

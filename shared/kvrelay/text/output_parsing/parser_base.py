@@ -26,10 +26,16 @@ Write = Callable[[str], None]
 
 MAX_HEAD_CHARS = 1 << 16
 """Text that is withheld until it is known to be a call. Longer text is content."""
+MAX_HELD_CHARS = 4096
+"""Of a call that is withheld until it is complete. A longer one is passed on as it comes."""
 
+SPACES = " \t\n\r"
+"""Whitespace of JSON."""
 
 IS_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}").fullmatch
 """Matches the name of a function, in formats that do not know the tools."""
+IS_ESCAPE = re.compile(r"\\u[0-9A-Fa-f]{4}").fullmatch
+IS_SECOND_HALF = re.compile(r"\\u[dD][c-fC-F][0-9A-Fa-f]{2}").fullmatch
 
 
 def new_call_id() -> str:
@@ -38,6 +44,10 @@ def new_call_id() -> str:
 
 class Malformed(Exception):
     """The text that was read is not what the parser expected."""
+
+
+class NoCall(Malformed):
+    """What opens a call stands in a text, and calls may follow."""
 
 
 class Markers:
@@ -59,7 +69,12 @@ class Markers:
 
 
 class TextParser(ABC):
-    """An `OutputParser`. `_parse` reads with the methods below; text that it does not read is content."""
+    """An `OutputParser`. `_parse` reads with the methods below; text that it does not read is content.
+
+    While a call is read, its text is kept as the head, and its events are held. A malformed call is content, unless it
+    was passed on before its end, because it is long or a grammar makes the model write it: then its arguments stay
+    incomplete, as do those of a call that the end of the output cuts.
+    """
 
     def __init__(self) -> None:
         self._text = ""
@@ -70,13 +85,21 @@ class TextParser(ABC):
         self._num_calls = 0
         self._ids: set[str] = set()  # ids of the calls so far
         self._call_is_open = False
-        self._head: list[str] = []  # text of a call that is read and not yet in an event
-        self._head_chars = 0
+        self._head_at: int | None = None  # where the head goes on in `_text`; None if there is none
+        self._head: list[str] = []  # what the head has from earlier texts
+        self._head_chars = 0  # of these
+        self._num_written = 0  # characters of the head whose arguments are events
+        self._held: list[Event] = []
+        self._is_passed_on = False
         self._steps = self._run()
 
     def feed(self, text: str) -> list[Event]:
         if not text:
             return []
+        if self._head_at is not None:
+            self._head.append(self._text[self._head_at : self._at])
+            self._head_chars += self._at - self._head_at
+            self._head_at = 0
         self._text = self._text[self._at :] + text
         self._at = 0
         return self._advance()
@@ -87,6 +110,8 @@ class TextParser(ABC):
 
     def _advance(self) -> list[Event]:
         next(self._steps, None)
+        if self._held and self._may_pass_on():
+            self._pass_on()
         events, self._events = self._events, []
         return events
 
@@ -119,11 +144,21 @@ class TextParser(ABC):
         rest, self._at = self._text[self._at :], len(self._text)
         return rest
 
+    def _read(self, num_chars: int) -> None:
+        self._at += num_chars
+        if self._head_at is None or self._held or self._is_passed_on:
+            return
+        # The place of the cut must not depend on the pieces in which the text came.
+        if (excess := self._num_head_chars - MAX_HEAD_CHARS) > 0:
+            self._at -= excess
+            raise Malformed
+
     def _pass(self, end: int, write: Write) -> None:
         """Reads up to `end`, and passes it to `write`."""
         if end > self._at:
-            text, self._at = self._text[self._at : end], end
-            write(text)
+            start = self._at
+            self._read(end - start)
+            write(self._text[start:end])
 
     def _until(self, markers: Markers, write: Write) -> Steps[str | None]:
         """Passes the text before the next marker to `write`, and reads the marker. None at the end of the output."""
@@ -131,7 +166,7 @@ class TextParser(ABC):
             found = markers.find(self._text, self._at)
             if found is not None:
                 self._pass(found.start(), write)
-                self._at += len(found[0])
+                self._read(len(found[0]))
                 return found[0]
             self._pass(markers.held_from(self._text, self._at), write)
             if not (yield from self._more()):
@@ -144,6 +179,14 @@ class TextParser(ABC):
             if not (yield from self._more()):
                 return ""
         return self._text[self._at]
+
+    def _ahead(self, num_chars: int) -> Steps[str]:
+        """The next characters, unread. Raises Malformed at the end of the output."""
+        while len(self._text) < self._at + num_chars:
+            if not (yield from self._more()):
+                self._at = len(self._text)
+                raise Malformed
+        return self._text[self._at : self._at + num_chars]
 
     def _starts_with(self, expected: str) -> Steps[bool]:
         """Whether the text goes on so. Reads nothing."""
@@ -158,49 +201,47 @@ class TextParser(ABC):
         """Reads this text if it is next."""
         is_next = yield from self._starts_with(expected)
         if is_next:
-            self._read_head(len(expected))
+            self._read(len(expected))
         return is_next
 
     def _expect(self, expected: str) -> Steps[None]:
         if not (yield from self._skip(expected)):
             if self._is_over and expected.startswith(self._text[self._at :]):
-                self._read_head(len(self._text) - self._at)  # only its end is missing
+                self._at = len(self._text)  # only its end is missing
             raise Malformed
 
     def _skip_spaces(self) -> Steps[str]:
         """Reads whitespace. Returns the character behind it, unread."""
-        while (char := (yield from self._peek())) and char.isspace():
-            self._read_head(1)
+        while (char := (yield from self._peek())) and char in SPACES:
+            self._read(1)
         return char
 
     def _short_text(self, ends: Markers) -> Steps[tuple[str, str]]:
         """Reads a short text and the marker behind it. Raises Malformed if there is none."""
-        num_before = len(self._head)
-        marker = yield from self._until(ends, self._keep)
+        pieces: list[str] = []
+        marker = yield from self._until(ends, pieces.append)
         if marker is None:
             raise Malformed
-        text = "".join(self._head[num_before:])
-        self._keep(marker)
-        return text, marker
+        return "".join(pieces), marker
 
-    def _read_head(self, num_chars: int) -> None:
-        self._pass(self._at + num_chars, self._keep)
-
-    def _keep(self, text: str) -> None:
-        """Keeps text that was just read, for the case that it turns out to be malformed."""
-        self._head.append(text)
-        self._head_chars += len(text)
-        if self._head_chars > MAX_HEAD_CHARS:
-            # The place of the cut must not depend on the pieces in which the text came.
-            num_unread = self._head_chars - MAX_HEAD_CHARS
-            self._head[-1] = text[: len(text) - num_unread]
-            self._at -= num_unread
+    def _unicode_escape(self, write: Write) -> Steps[None]:
+        r"""Reads an escape of the form \u0000, or two that are one character. Half of one cannot be written."""
+        code = yield from self._ahead(6)
+        if not IS_ESCAPE(code):
             raise Malformed
+        is_half = code[2] in "dD" and code[3] not in "01234567"
+        both = ""
+        if is_half and code[3] in "89abAB" and (yield from self._starts_with(code + "\\u")):
+            both = yield from self._ahead(12)
+        if IS_SECOND_HALF(both[6:]):
+            self._pass(self._at + 12, write)
+        elif is_half:
+            self._read(6)
+            write("?")
+        else:
+            self._pass(self._at + 6, write)
 
-    # Writing
-
-    def _new_id(self) -> str:
-        return new_call_id()
+    # Content
 
     def _content(self, text: str) -> None:
         if kept := self._without_end(text):
@@ -224,49 +265,125 @@ class TextParser(ABC):
         if self._spaces:
             self._events.append(ContentText(self._take_spaces()))
 
-    def _begin_head(self, text: str) -> None:
-        """A call may begin with this text."""
-        self._head, self._head_chars = [text], len(text)
+    # Calls
+
+    def _begin_head(self, num_chars: int = 0) -> None:
+        """A call may begin with the last characters that were read."""
+        self._drop_head()
+        self._head_at = self._at - num_chars
 
     def _drop_head(self) -> None:
-        """Forgets the text read so far, which became an event or is syntax."""
-        self._head, self._head_chars = [], 0
+        self._head_at, self._head, self._head_chars, self._num_written = None, [], 0, 0
+
+    @property
+    def _num_head_chars(self) -> int:
+        return self._head_chars + (0 if self._head_at is None else self._at - self._head_at)
+
+    def _head_text(self) -> str:
+        return "".join([*self._head, *([] if self._head_at is None else [self._text[self._head_at : self._at]])])
+
+    def _new_id(self) -> str:
+        return new_call_id()
+
+    def _is_constrained(self, name: str) -> bool:
+        """A grammar makes the model write the calls of this function."""
+        return False
 
     def _begin_call(self, name: str, call_id: str | None = None) -> None:
-        self._spaces = []
-        self._drop_head()
-        self._call_is_open = True
         if not call_id or call_id in self._ids:  # clients tell calls apart by their ids
             call_id = self._new_id()
         self._ids.add(call_id)
-        self._events.append(ToolCallBegun(self._num_calls, call_id, name))
+        self._held.append(ToolCallBegun(self._num_calls, call_id, name))
         self._num_calls += 1
+        self._call_is_open = True
+        self._is_passed_on |= self._is_constrained(name)
 
     def _arguments(self, text: str) -> None:
         if text:
-            self._events.append(ArgumentsDelta(self._num_calls - 1, text))
+            self._held.append(ArgumentsDelta(self._num_calls - 1, text))
+            self._num_written = self._num_head_chars
 
     def _end_call(self) -> None:
-        """Ends the open call, if there is one. The text read since its arguments belongs to the call."""
+        """Ends the open call, if there is one. It is held: it may be well-formed only together with the next ones."""
         if self._call_is_open:
             self._call_is_open = False
-            self._events.append(ToolCallEnded(self._num_calls - 1))
-        self._drop_head()
+            self._held.append(ToolCallEnded(self._num_calls - 1))
+
+    def _commit(self) -> None:
+        """The calls that were read are complete. Another one may follow."""
+        self._end_call()
+        if self._held:
+            self._spaces = []
+        self._events += _joined(self._held)
+        self._held, self._is_passed_on = [], False
+        self._begin_head()
+
+    def _may_pass_on(self) -> bool:
+        return self._is_passed_on or self._num_head_chars > MAX_HELD_CHARS
+
+    def _pass_on(self) -> None:
+        """Passes on what is held but for the last character of the arguments: they must not look complete."""
+        self._is_passed_on = True
+        self._spaces = []
+        held, self._held = _joined(self._held), []
+        if isinstance(last := held[-1], ArgumentsDelta):
+            self._held = [ArgumentsDelta(last.index, last.text[-1])]
+            held[-1:] = [ArgumentsDelta(last.index, last.text[:-1])] if len(last.text) > 1 else []
+        self._events += held
+        if self._num_written == self._num_head_chars:
+            self._begin_head()
+        elif self._num_written:
+            rest = self._head_text()[self._num_written :]
+            self._begin_head()
+            self._head, self._head_chars = [rest], len(rest)
+
+    def _is_cut(self) -> bool:
+        """Only the end of the output is missing."""
+        return self._is_over and self._at == len(self._text)
 
     def _give_up(self) -> None:
-        """Handles malformed text: the open call ends with its arguments, and the rest is content. If only the end of
-        the output is missing, an open call has no rest."""
-        is_cut = self._call_is_open and self._is_over and self._at == len(self._text)
-        rest = "" if is_cut else "".join(self._head)
-        self._end_call()
-        self._content(rest)
+        """Handles malformed text: it is content. If only the end of the output is missing, calls are cut there."""
+        if (self._held or self._is_passed_on) and self._is_cut():
+            self._commit()
+        elif (self._held or self._is_passed_on) and self._may_pass_on():
+            if self._held:
+                self._pass_on()
+            self._held = []
+            rest = self._head_text()[self._num_written :]
+            self._commit()
+            self._content(rest)
+        else:
+            begun = [event for event in self._held if isinstance(event, ToolCallBegun)]
+            self._num_calls -= len(begun)
+            self._ids -= {event.call_id for event in begun}
+            self._held, self._call_is_open = [], False
+            self._content(self._head_text())
+        self._drop_head()
+
+
+def _joined(events: Sequence[Event]) -> list[Event]:
+    """The events with adjacent parts of arguments joined."""
+    joined: list[Event] = []
+    parts: list[str] = []
+    for event in events:
+        if isinstance(event, ArgumentsDelta):
+            parts.append(event.text)
+            index = event.index
+            continue
+        if parts:
+            joined.append(ArgumentsDelta(index, "".join(parts)))
+            parts = []
+        joined.append(event)
+    return [*joined, ArgumentsDelta(index, "".join(parts))] if parts else joined
 
 
 class CallParser(TextParser):
-    """Content with calls behind `_opens`. With `_first`, calls may also begin the output, with this character."""
+    """Content with calls behind `_opens`. With `_first`, calls may also begin the output, with this character. `_stop`:
+    the text behind a call, where one that is malformed ends; without it the end of the output."""
 
     _opens: Markers
     _first = ""
+    _stop = ""
 
     def __init__(self, tools: Sequence[Tool] = ()) -> None:
         super().__init__()
@@ -276,21 +393,40 @@ class CallParser(TextParser):
     def _call(self, opened: str) -> Steps[None]:
         """Reads what is behind the marker, which is empty at the beginning of the output. Raises Malformed."""
 
+    def _is_constrained(self, name: str) -> bool:
+        return name in self._tools and self._tools[name].is_strict
+
     def _parse(self) -> Steps[None]:
         if self._first:
-            self._begin_head("")
+            self._begin_head()
             if (yield from self._skip_spaces()) == self._first:
                 yield from self._guarded_call("")
             else:
                 self._give_up()
         while (opened := (yield from self._until(self._opens, self._content))) is not None:
-            self._begin_head(opened)
+            self._begin_head(len(opened))
             yield from self._guarded_call(opened)
 
     def _guarded_call(self, opened: str) -> Steps[None]:
+        """Calls that a malformed call quotes are no calls."""
         try:
             yield from self._call(opened)
-        except Malformed:
+        except NoCall:
             self._give_up()
+        except Malformed:
+            is_ended = bool(self._stop) and self._head_text().endswith(self._stop)
+            self._give_up()
+            if not is_ended:
+                yield from self._rest_of_call()
         else:
-            self._end_call()
+            self._commit()
+            self._drop_head()
+
+    def _rest_of_call(self) -> Steps[None]:
+        if self._stop:
+            self._content((yield from self._until(Markers(self._stop), self._content)) or "")
+            return
+        while True:
+            self._content(self._take_rest())
+            if not (yield from self._more()):
+                return

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
+import keyword
+import math
 import re
 import string
 from collections.abc import Sequence
 
 from kvrelay import excerpts
-from kvrelay.text.output_parsing.argument_values import STRING, Types, quoted, written_json
+from kvrelay.text.output_parsing.argument_values import IS_NUMBER, STRING, Types, in_range, quoted, written_json
 from kvrelay.text.output_parsing.call_grammar import (
     NOTHING,
     CallSyntax,
@@ -27,20 +29,21 @@ from kvrelay.text.output_parsing.call_grammar import (
 )
 from kvrelay.text.output_parsing.events import Tool
 from kvrelay.text.output_parsing.parameter_calls import ParameterReader
-from kvrelay.text.output_parsing.parser_base import Malformed, Markers, Steps, Write
+from kvrelay.text.output_parsing.parser_base import Malformed, Markers, NoCall, Steps, Write
 
 START, END = "<|python_start|>", "<|python_end|>"
 MAX_DEPTH = 64
 MAX_CODE_POINT = 0x10FFFF
-MAX_NUMBER = 1e308
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*").fullmatch
 _WORD_END = re.compile(r"[\s,)\]}:=('\"\[{]").search
-_IN_STRING = {quote: re.compile(rf"[{quote}\\\\]").search for quote in "\"'"}
-_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?").fullmatch
+_IN_STRING = {quote: re.compile(rf"[{quote}\\\n\r\0]").search for quote in "\"'"}
+_NUMBER = re.compile(r"[-+]?[0-9.][0-9A-Za-z_.]*([eE][-+]?[0-9_]+)?").fullmatch
+_INTEGER = re.compile(r"-?[0-9]+").fullmatch
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
-_ESCAPES = dict(zip("ntrbfav0\n\\'\"/", ("\n", "\t", "\r", "\b", "\f", "\a", "\v", "\0", "", *"\\'\"/"), strict=True))
-_HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
+_ESCAPES = dict(zip("ntrbfav\n\\'\"/", ("\n", "\t", "\r", "\b", "\f", "\a", "\v", "", *"\\'\"/"), strict=True))
+_HEX_DIGITS = {"x": 2, "U": 8}
+_OCTAL = "01234567"
 _CLOSING = {"[": "]", "(": ")"}
 
 
@@ -78,27 +81,33 @@ SYNTAX = CallSyntax(begin="", content=_call, end="", separator=", ", around=(("[
 
 
 class PythonicParser(ParameterReader):
-    """Lists of other things than calls of the tools are content."""
+    """All that Python does not read as a list of calls of the tools with literals is content. Constants may be JSON's,
+    and names of arguments those of the schema."""
 
     _opens = Markers(START)
     _first = "["
 
     def _call(self, opened: str) -> Steps[None]:
         yield from self._skip_spaces()
-        yield from self._expect("[")
+        if not (yield from self._skip("[")):
+            raise NoCall
+        yield from self._skip_spaces()
         while True:
-            yield from self._skip_spaces()
             yield from self._function_call()
             self._end_call()
-            if (yield from self._skip_spaces()) == "]":
+            if (yield from self._next_of("]")):
                 break
+        if not (yield from self._skip(END)) and (yield from self._skip_spaces()):
+            yield from self._expect(END)
+
+    def _next_of(self, closing: str) -> Steps[bool]:
+        """Reads what is behind an element. Returns whether it was the last one."""
+        if (yield from self._skip_spaces()) != closing:
             yield from self._expect(",")
-        yield from self._expect("]")
-        self._drop_head()
-        yield from self._skip_spaces()
-        if (yield from self._skip(END)):
-            self._drop_head()
-        self._give_up()
+            if (yield from self._skip_spaces()) != closing:
+                return False
+        self._read(1)
+        return True
 
     def _function_call(self) -> Steps[None]:
         name = yield from self._word()
@@ -106,18 +115,23 @@ class PythonicParser(ParameterReader):
             raise Malformed
         yield from self._expect("(")
         self._begin_parameters(name)
-        while (yield from self._skip_spaces()) != ")":
+        names: set[str] = set()
+        is_last = (yield from self._skip_spaces()) == ")" and (yield from self._skip(")"))
+        while not is_last:
             key = yield from self._word()
             yield from self._skip_spaces()
-            if not _NAME(key):
+            if key in names or not self._is_argument(name, key):
                 raise Malformed
+            names.add(key)
             yield from self._expect("=")
             yield from self._skip_spaces()
             yield from self._argument(key)
-            if (yield from self._skip_spaces()) != ")":
-                yield from self._expect(",")
-        self._read_head(1)
+            is_last = yield from self._next_of(")")
         self._end_parameters()
+
+    def _is_argument(self, name: str, key: str) -> bool:
+        is_known = key in self._tools[name].parameters.get("properties", {})
+        return bool(_NAME(key)) and (is_known or (key.isidentifier() and not keyword.iskeyword(key)))
 
     def _argument(self, key: str) -> Steps[None]:
         """A value of another type than the schema's becomes one of it if it can."""
@@ -142,14 +156,9 @@ class PythonicParser(ParameterReader):
     def _word(self) -> Steps[str]:
         """A name or a number: the text up to what cannot be part of one."""
         pieces: list[str] = []
-
-        def write(text: str) -> None:
-            self._keep(text)
-            pieces.append(text)
-
         while True:
             found = _WORD_END(self._text, self._at)
-            self._pass(len(self._text) if found is None else found.start(), write)
+            self._pass(len(self._text) if found is None else found.start(), pieces.append)
             if found is not None or not (yield from self._more()):
                 return "".join(pieces)
 
@@ -160,115 +169,138 @@ class PythonicParser(ParameterReader):
         if depth > MAX_DEPTH:
             raise Malformed
         if first in _IN_STRING:
-            yield from self._string(first, write)
-        elif first in _CLOSING:
-            yield from self._sequence(_CLOSING[first], write, depth)
+            yield from self._strings(write)
+        elif first == "[":
+            yield from self._list(write, depth)
+        elif first == "(":
+            yield from self._group(write, depth)
         elif first == "{":
             yield from self._mapping(write, depth)
         else:
             word = yield from self._word()
             write(_json_of(word))
-        self._drop_head()
 
-    def _sequence(self, closing: str, write: Write, depth: int) -> Steps[None]:
-        self._at += 1
+    def _list(self, write: Write, depth: int) -> Steps[None]:
+        self._read(1)
         write("[")
-        is_first = True
-        while (yield from self._skip_spaces()) != closing:
-            if not is_first:
-                write(", ")
-            is_first = False
+        is_last = (yield from self._skip_spaces()) == "]" and (yield from self._skip("]"))
+        while not is_last:
             yield from self._literal(write, depth + 1)
-            if (yield from self._skip_spaces()) != closing:
-                yield from self._expect(",")
-        self._at += 1
+            is_last = yield from self._next_of("]")
+            if not is_last:
+                write(", ")
         write("]")
 
+    def _group(self, write: Write, depth: int) -> Steps[None]:
+        """A tuple, which becomes a list, or a value in parentheses."""
+        self._read(1)
+        values: list[str] = []
+        is_tuple = is_last = (yield from self._skip_spaces()) == ")" and (yield from self._skip(")"))
+        while not is_last:
+            pieces: list[str] = []
+            yield from self._literal(pieces.append, depth + 1)
+            values.append("".join(pieces))
+            is_tuple |= (yield from self._skip_spaces()) == ","
+            is_last = yield from self._next_of(")")
+        write(f"[{', '.join(values)}]" if is_tuple else values[0])
+
     def _mapping(self, write: Write, depth: int) -> Steps[None]:
-        self._at += 1
+        self._read(1)
         write("{")
-        is_first = True
-        while (yield from self._skip_spaces()) != "}":
-            if not is_first:
-                write(", ")
-            is_first = False
-            first = yield from self._peek()
-            if first in _IN_STRING:
-                yield from self._string(first, write)
-            else:
-                write(quoted(_json_of((yield from self._word()))))
+        is_last = (yield from self._skip_spaces()) == "}" and (yield from self._skip("}"))
+        while not is_last:
+            yield from self._mapping_key(write)
             yield from self._skip_spaces()
             yield from self._expect(":")
             yield from self._skip_spaces()
             write(": ")
             yield from self._literal(write, depth + 1)
-            if (yield from self._skip_spaces()) != "}":
-                yield from self._expect(",")
-        self._at += 1
+            is_last = yield from self._next_of("}")
+            if not is_last:
+                write(", ")
         write("}")
+
+    def _mapping_key(self, write: Write) -> Steps[None]:
+        if (yield from self._peek()) in _IN_STRING:
+            yield from self._strings(write)
+            return
+        word = _json_of((yield from self._word()))
+        if not _INTEGER(word):
+            raise Malformed
+        write(quoted(word))
+
+    def _strings(self, write: Write) -> Steps[None]:
+        """Adjacent strings are one."""
+        write('"')
+        while (quote := (yield from self._peek())) in _IN_STRING:
+            yield from self._string(quote, write)
+            yield from self._skip_spaces()
+        write('"')
 
     def _string(self, quote: str, write: Write) -> Steps[None]:
         def write_text(text: str) -> None:
             write(quoted(text)[1:-1])
 
-        self._at += 1
-        write('"')
-        end = quote
-        if (yield from self._starts_with(quote * 2)):
-            self._at += 2
-            end = quote * 3
+        self._read(1)
+        is_long = yield from self._skip(quote * 2)
+        end = quote * 3 if is_long else quote
         while True:
             found = _IN_STRING[quote](self._text, self._at)
             self._pass(len(self._text) if found is None else found.start(), write_text)
             if found is None:
                 if not (yield from self._more()):
                     raise Malformed
-            elif found[0] != quote:
+            elif found[0] == "\\":
                 yield from self._escape(write)
-            elif (yield from self._starts_with(end)):
-                self._at += len(end)
-                write('"')
+            elif found[0] == quote and (yield from self._skip(end)):
                 return
+            elif not is_long or found[0] == "\0":
+                raise Malformed
             else:
                 self._pass(self._at + 1, write_text)
 
     def _escape(self, write: Write) -> Steps[None]:
-        """The next characters begin with a backslash."""
         code = yield from self._ahead(2)
-        num_digits = _HEX_ESCAPES.get(code[1], 0)
-        if num_digits:
-            code = yield from self._ahead(2 + num_digits)
-        self._at += len(code)
-        if code[1] == "u" and _is_hex(code[2:]):
-            write(code)  # unchanged: in JSON too, two escapes may be one character
-        elif num_digits and _is_hex(code[2:]) and int(code[2:], 16) <= MAX_CODE_POINT:
-            write(quoted(chr(int(code[2:], 16)))[1:-1])
+        kind = code[1]
+        if kind == "u":
+            yield from self._unicode_escape(write)
+        elif kind in _OCTAL:
+            yield from self._octal_escape(write)
+        elif kind == "N":  # a character's name
+            raise Malformed
         else:
-            write(quoted(_ESCAPES.get(code[1], code) if not num_digits else code)[1:-1])
+            char = _ESCAPES.get(kind, code)
+            if kind in _HEX_DIGITS:
+                code = yield from self._ahead(2 + _HEX_DIGITS[kind])
+                char = _char_of(code[2:])
+            self._read(len(code))
+            write(quoted(char)[1:-1])
 
-    def _ahead(self, num_chars: int) -> Steps[str]:
-        """The next characters, unread. Raises Malformed at the end of the output."""
-        while len(self._text) < self._at + num_chars:
-            if not (yield from self._more()):
-                self._read_head(num_chars)
-                raise Malformed
-        return self._text[self._at : self._at + num_chars]
+    def _octal_escape(self, write: Write) -> Steps[None]:
+        self._read(1)
+        digits = ""
+        while len(digits) < 3 and (digit := (yield from self._peek())) and digit in _OCTAL:
+            digits += digit
+            self._read(1)
+        write(quoted(chr(int(digits, 8)))[1:-1])
 
 
-def _is_hex(text: str) -> bool:
-    return all(char in string.hexdigits for char in text)
+def _char_of(digits: str) -> str:
+    if not all(digit in string.hexdigits for digit in digits) or int(digits, 16) > MAX_CODE_POINT:
+        raise Malformed
+    return chr(int(digits, 16))
 
 
 def _json_of(word: str) -> str:
     """A number or constant as JSON. Raises Malformed if it is none."""
     if word in _WORDS:
         return _WORDS[word]
-    if _NUMBER(word):
-        return word
+    if IS_NUMBER(word):
+        return in_range(word)
     try:
-        value = ast.literal_eval(word)
-    except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
-        raise Malformed from None
-    if isinstance(value, int | float) and value == value and abs(value) < MAX_NUMBER:
-        return json.dumps(value)
+        value = ast.literal_eval(word) if _NUMBER(word) else None
+        if isinstance(value, int | float) and math.isfinite(float(value)):
+            return json.dumps(value)
+    except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError, OverflowError):
+        pass
     raise Malformed

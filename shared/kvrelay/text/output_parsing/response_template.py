@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.text.output_parsing.argument_values import types_of, written_json
+from kvrelay.text.output_parsing.argument_values import is_json_object, types_of, written_json
 from kvrelay.text.output_parsing.events import (
     ArgumentsDelta,
     ContentText,
@@ -158,6 +158,8 @@ class ResponseTemplateParser:
         try:
             value = process_field(body, self._template.calls, captures)
             calls = [self._read(each) for each in (value if isinstance(value, list) else [value])]
+            if not all(is_json_object(arguments) for _, arguments in calls):
+                calls = []
         except Exception:  # each kind of content raises its own
             calls = []
         if calls and self._tools:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from kvrelay.text.output_parsing.json_calls import HermesParser, Llama3JsonParse
 from kvrelay.text.output_parsing.parser_base import MAX_HEAD_CHARS
 from tests.fakes.parsed_output import calls_of, check_splits, content_of, parsed
 
+LARGEST, OTTER = sys.float_info.max, "\\ud83e\\udda6"
 TAG = Llama3JsonParser.tag
 
 ARGUMENTS: Any = {"city": f'Zürich "HB" </tool_call>{TAG}; \\', "tags": ["🦦", {}, [1.5e3, None]], "o": {"}": "{"}}
@@ -38,7 +40,9 @@ def bare(name: str, arguments: str) -> str:
         ('{"name": "f", "arguments": null}', "{}"),
         ('{"name": "f", "parameters": {"a": [1, 2]}}', '{"a": [1, 2]}'),
         ('{"id": "x", "name": "f", "arguments": "{\\"a\\": \\"\\u00e9\\"}", "type": "function"}', '{"a": "é"}'),
-        ('{"name": "f", "arguments": {"a": \'x\'}}', "{\"a\": 'x'}"),
+        ('{"name": "f", "arguments": "{\\"a\\": [1]}"}', '{"a": [1]}'),
+        (f'{{"name": "f", "arguments": {{"a": "{OTTER}{OTTER[6:]}{OTTER}"}}}}', f'{{"a": "{OTTER}?{OTTER}"}}'),
+        ('{"name": "f", "arguments": {"a": [1e999, -1e999]}}', f'{{"a": [{LARGEST}, -{LARGEST}]}}'),
     ],
 )
 def test_forms_of_a_call(written: str, arguments: str) -> None:
@@ -69,17 +73,6 @@ def test_what_is_no_call_is_content(text: str) -> None:
 def test_a_malformed_call_does_not_hide_the_next_one() -> None:
     events = check_splits(HermesParser, f"<tool_call>{{oops</tool_call>{tagged('f', '{}')}")
     assert calls_of(events) == [("f", "{}")] and content_of(events) == "<tool_call>{oops</tool_call>"
-
-
-def test_arguments_without_an_end_stop_at_the_end_of_the_call() -> None:
-    events = check_splits(HermesParser, '<tool_call>{"name": "f", "arguments": {"a": [1</tool_call> and then')
-    assert calls_of(events) == [("f", '{"a": [1')]
-    assert content_of(events) == "</tool_call> and then"
-
-
-def test_text_behind_the_arguments_is_kept() -> None:
-    events = check_splits(HermesParser, '<tool_call>{"name": "f", "arguments": {}} etc. </tool_call>.')
-    assert calls_of(events) == [("f", "{}")] and "etc. </tool_call>." in content_of(events)
 
 
 def test_a_call_whose_name_comes_too_late_is_content() -> None:
@@ -134,6 +127,7 @@ def test_text_behind_a_call_without_tags_is_content() -> None:
     assert calls_of(events) == [("f", "{}")] and content_of(events) == " Done; é"
 
 
-def test_a_malformed_call_without_tags_does_not_hide_the_next_one() -> None:
-    events = check_splits(llama, f'{{"name": "f", "parameters": {{"a": [1{TAG}{bare("f", TEXT)}')
-    assert calls_of(events) == [("f", '{"a": [1'), ("f", TEXT)] and content_of(events) == ""
+def test_behind_a_malformed_call_without_an_end_all_is_content() -> None:
+    text = f'{{"name": "f", "parameters": {{"a": [1{TAG}{bare("f", TEXT)}'
+    events = check_splits(llama, text)
+    assert calls_of(events) == [] and content_of(events) == text

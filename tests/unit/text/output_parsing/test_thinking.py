@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.text.output_parsing.dialect import HarmonyCounter, ReasoningCounter, ThinkingParser
 from kvrelay.text.output_parsing.events import OutputParser, PlainParser
 from kvrelay.text.output_parsing.harmony import HarmonyParser
 from kvrelay.text.output_parsing.json_calls import HermesParser
+from kvrelay.text.output_parsing.reasoning import HarmonyCounter, ReasoningCounter, ThinkingParser
 from tests.fakes.call_families import TOOLS
 from tests.fakes.parsed_output import calls_of, check_splits, content_of, reasoning_of
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.text.output_parsing.dialect import ThinkingParser
 from kvrelay.text.output_parsing.events import Event, OutputParser
+from kvrelay.text.output_parsing.reasoning import ThinkingParser
 from kvrelay.text.tokenizer import Tokenizer, byte_level_alphabet, make_detokenizer
 from tests.fakes.call_families import FAMILIES, Call, Family
 from tests.fakes.parsed_output import calls_of, content_of, parsed, reasoning_of

@@ -84,6 +84,14 @@ class TokenRecords(msgspec.Struct):
     offsets: list[int] = []
     kinds: list[TokenKind] = []
 
+    def take_last(self) -> TokenRecords:
+        """Returns the last token, and leaves the others."""
+        last = TokenRecords(self.token_ids[-1:], self.logprobs[-1:], self.offsets[-1:], self.kinds[-1:])
+        parts: tuple[list[Any], ...] = (self.token_ids, self.logprobs, self.offsets, self.kinds)
+        for part in parts:
+            del part[-1:]
+        return last
+
 
 class Choice:
     """The text of one sequence. `index` is its place in the answer. What nothing takes is kept for the end.
@@ -105,6 +113,7 @@ class Choice:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.scored: ScoredText | None = None  # set if a search found this text
+        self.has_hidden_end = False  # true if the last token, which ended the sequence, has no text
         self.num_tokens = 0
         self.logprob_sum = 0.0
         self._detokenizer = detokenizer
@@ -158,6 +167,7 @@ class Choice:
             else:
                 self._match(text)
         if finish is not None and self.finish_reason is None:
+            self.has_hidden_end = len(visible) < len(token_ids)
             self._finish(finish, token_ids)
 
     def feed_scored(self, text: ScoredText) -> None:

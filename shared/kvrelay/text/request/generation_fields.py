@@ -71,6 +71,7 @@ class GenerationFields(SamplingFields):
     guided_grammar: Any = None
     guided_json_object: Any = None
     guided_whitespace_pattern: Any = None
+    whitespace_pattern: Any = None  # the name that outlines' client for vLLM sends
     json_schema_text: Any = Field(default=None, alias="json_schema")
     regex: Any = None
     ebnf: Any = None
@@ -80,7 +81,7 @@ class GenerationFields(SamplingFields):
     def grammar(self) -> Grammar | None:
         """What the output is constrained to, if anything. Raises ApiError for fields that are wrong in themselves;
         whether the grammar can be compiled is checked later."""
-        options = _options(self.structured_outputs, self.guided_whitespace_pattern)
+        options = _options(self.structured_outputs, self._whitespaces)
         read = {param: _READERS[param](value, param, options) for param, value in self._constraints.items()}
         return _only(read, lambda first, second: (second, f"'{first}' and '{second}'"))
 
@@ -92,9 +93,18 @@ class GenerationFields(SamplingFields):
     @property
     def whitespace_param(self) -> str:
         """The field that gives the regex for the whitespace of JSON."""
-        own = self.structured_outputs
-        is_own = isinstance(own, dict) and own.get("whitespace_pattern") is not None
-        return "structured_outputs.whitespace_pattern" if is_own else "guided_whitespace_pattern"
+        given = [name for name, value in self._whitespaces.items() if value is not None]
+        return given[0] if given else "guided_whitespace_pattern"
+
+    @property
+    def _whitespaces(self) -> dict[str, Any]:
+        """The fields for the whitespace of JSON. The first one that is set has precedence."""
+        own = self.structured_outputs if isinstance(self.structured_outputs, dict) else {}
+        return {
+            "structured_outputs.whitespace_pattern": own.get("whitespace_pattern"),
+            "guided_whitespace_pattern": self.guided_whitespace_pattern,
+            "whitespace_pattern": self.whitespace_pattern,
+        }
 
     @cached_property
     def _constraints(self) -> dict[str, Any]:
@@ -165,13 +175,11 @@ class _Options(msgspec.Struct, frozen=True):
     is_closed: bool = False
 
 
-def _options(structured_outputs: Any, guided_whitespace: Any) -> _Options:
-    """Those in `structured_outputs` have precedence."""
+def _options(structured_outputs: Any, whitespaces: dict[str, Any]) -> _Options:
     param = "structured_outputs"
     own = structured_outputs if isinstance(structured_outputs, dict) else {}
-    whitespace = _whitespace(own.get("whitespace_pattern"), f"{param}.whitespace_pattern")
-    if whitespace is None:
-        whitespace = _whitespace(guided_whitespace, "guided_whitespace_pattern")
+    given = [_whitespace(value, name) for name, value in whitespaces.items()]
+    whitespace = next((each for each in given if each is not None), None)
     if _flag(own, "disable_any_whitespace", param) and whitespace is None:
         whitespace = ""
     return _Options(whitespace, is_closed=_flag(own, "disable_additional_properties", param))

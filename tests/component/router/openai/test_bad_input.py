@@ -86,6 +86,7 @@ COMMON: list[tuple[dict[str, Any], str, str | None]] = [
         "invalid_value",
     ),
     ({"guided_json": {}, "guided_whitespace_pattern": "("}, "guided_whitespace_pattern", None),
+    ({"guided_json": {}, "whitespace_pattern": "("}, "whitespace_pattern", None),
     ({"guided_json": {"type": "otter"}, "guided_whitespace_pattern": " ?"}, "guided_json", None),
     (
         {"structured_outputs": {"json": {}, "whitespace_pattern": "("}},

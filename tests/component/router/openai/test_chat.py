@@ -77,6 +77,19 @@ async def test_logprobs(router: Router, stream: bool) -> None:
     assert content[0].top_logprobs[0].token == content[0].token
 
 
+async def test_the_tokens_of_a_chunk_of_a_stream_spell_its_content(router: Router) -> None:
+    """guidance reads the content from them."""
+    router.answers("An otter swims.")
+    stream = await router.openai.chat.completions.create(model=MODEL, messages=HELLO, logprobs=True, stream=True)
+    choices = [chunk.choices[0] async for chunk in stream]
+    *spelled, end = [choice for choice in choices if choice.logprobs is not None]
+    tokens = [[each.token for each in choice.logprobs.content or []] for choice in spelled if choice.logprobs]
+    assert ["".join(each) for each in tokens] == [choice.delta.content for choice in spelled]
+    assert "".join(map("".join, tokens)) == "An otter swims."
+    assert end.finish_reason == "stop" and not end.delta.content
+    assert end.logprobs is not None and [each.token for each in end.logprobs.content or []] == ["<|im_end|>"]
+
+
 async def test_logprobs_without_alternatives(router: Router) -> None:
     answer = await router.openai.chat.completions.create(model=MODEL, messages=HELLO, logprobs=True)
     assert answer.choices[0].logprobs is not None and answer.choices[0].logprobs.content

@@ -44,6 +44,8 @@ FORMS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"guided_json": SCHEMA}, AS_JSON),
     ({"guided_json": AS_JSON.text}, AS_JSON),
     ({"guided_json": SCHEMA, "guided_whitespace_pattern": ""}, COMPACT),
+    ({"guided_json": SCHEMA, "whitespace_pattern": ""}, COMPACT),
+    ({"guided_json": SCHEMA, "guided_whitespace_pattern": "", "whitespace_pattern": " "}, COMPACT),
     (
         {
             "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},

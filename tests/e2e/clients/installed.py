@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.fakes.scripted.system import MODEL, ScriptedSystem
 from tests.fakes.waiting import PATIENCE_S
@@ -17,9 +20,10 @@ ROOT = Path(__file__).parents[3]
 CLIENTS = ROOT / ".clients"
 PYTHON = CLIENTS / "venv" / "bin" / "python"
 NODE_MODULES = CLIENTS / "node_modules"
+PROGRAMS = Path(__file__).parent / "programs"
 MISSING = "not installed: run scripts/install-clients"
 SHOWN_URL = "http://127.0.0.1:8000"
-HOSTS = ("ANTHROPIC", "CLAUDE", "CODEX", "OPENAI", "KVRELAY", "LITELLM", "LANGCHAIN", "LANGSMITH")
+HOSTS = ("ANTHROPIC", "CLAUDE", "CODEX", "OPENAI", "KVRELAY", "LITELLM", "LANGCHAIN", "LANGGRAPH", "LANGSMITH")
 
 
 def snippet(name: str, system: ScriptedSystem) -> str:
@@ -46,6 +50,18 @@ def run(command: Sequence[str | Path], directory: Path, environment: Mapping[str
     return done.stdout
 
 
-def call(name: str, **arguments: Any) -> str:
+def run_alone(command: Sequence[str | Path], directory: Path) -> str:
+    """As `run`, of a client that asks for nothing outside this machine: everything else would go through a proxy."""
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        url = f"http://127.0.0.1:{proxy.getsockname()[1]}"
+        proxies = {f"{kind}_PROXY": url for kind in ("HTTP", "HTTPS", "ALL")} | {"NO_PROXY": "127.0.0.1"}
+        said = run(command, directory, proxies | {name.lower(): value for name, value in proxies.items()})
+        proxy.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
+    return said
+
+
+def call(name: str, /, **arguments: Any) -> str:
     """How the scripted model calls a tool."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"

@@ -28,7 +28,7 @@ from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.grammar.grammar_compiler import GrammarCompiler, GrammarError
 from kvrelay.handoff.transports.pool_memory import PoolLike
 from kvrelay.process import service_main
-from kvrelay.protocol.sampling import Sampling
+from kvrelay.protocol.sampling import Grammar, Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.simulated.simulated_model import SUM_MASK, Vocabulary, contributions, digest, read_facts
 from kvrelay.simulated.simulated_runner import SimulatedRunner, make_simulated_runner
@@ -97,19 +97,34 @@ class ScriptedRunner(ModelRunner):
 
     def _answer(self, prompt: Sequence[int], sampling: Sampling) -> list[int]:
         """The tokens of the whole answer. Raises GrammarError if the request's grammar does not allow it."""
-        text = self._script.answer(self._tokenizer.decode(prompt, skip_special_tokens=False))
-        answer: list[int] = [*self._tokenizer.encode(text, add_special_tokens=False).ids, self.spec.eos_token_ids[0]]
+        rule = self._script.rule(self._tokenizer.decode(prompt, skip_special_tokens=False))
+        answer = self._tokens(rule.answer)
         if sampling.grammar is not None:
-            matcher = self._compiler.compile(sampling.grammar)
-            for index, token_id in enumerate(answer):
-                try:
-                    matcher.accept([token_id])
-                except GrammarError as error:
-                    said = self._tokenizer.decode(answer[:index])
-                    raise GrammarError(
-                        f"the script's answer {text!r} is not allowed behind {said!r}: {error}"
-                    ) from None
+            self._follow(sampling.grammar, answer)
+        for text in rule.forbidden:
+            if sampling.grammar is None or self._allows(sampling.grammar, self._tokens(text)):
+                raise GrammarError(f"the request allows {text!r}, which the script forbids")
         return answer
+
+    def _tokens(self, text: str) -> list[int]:
+        return [*self._tokenizer.encode(text, add_special_tokens=False).ids, self.spec.eos_token_ids[0]]
+
+    def _allows(self, grammar: Grammar, answer: Sequence[int]) -> bool:
+        try:
+            self._follow(grammar, answer)
+        except GrammarError:
+            return False
+        return True
+
+    def _follow(self, grammar: Grammar, answer: Sequence[int]) -> None:
+        """Raises GrammarError if the answer is not allowed."""
+        matcher = self._compiler.compile(grammar)
+        for index, token_id in enumerate(answer):
+            try:
+                matcher.accept([token_id])
+            except GrammarError as error:
+                text, said = self._tokenizer.decode(answer), self._tokenizer.decode(answer[:index])
+                raise GrammarError(f"the answer {text!r} is not allowed behind {said!r}: {error}") from None
 
     def _spoken(self, row: WorkerRow, given: RowResult) -> RowResult:
         line = self._lines.get(row.key)
@@ -124,21 +139,23 @@ class ScriptedRunner(ModelRunner):
         return RowResult((token_id,), logprobs, given.prompt_logprobs)
 
 
-NO_RULE = "No rule of the script fits this prompt."
-
-
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Fits a prompt in whose text each of these expressions is found. `newest`: found behind the last begin of a turn
-    of the user or of a tool, so an earlier turn does not count."""
+    of the user or of a tool, so an earlier turn does not count. `forbidden`: answers that the request's grammar must
+    not allow."""
 
     answer: str
     when: tuple[str, ...] = ()
     newest: tuple[str, ...] = ()
+    forbidden: tuple[str, ...] = ()
 
     def fits(self, prompt: str, newest: str) -> bool:
         return all(re.search(each, prompt) for each in self.when) and all(
             re.search(each, newest) for each in self.newest
         )
+
+
+NO_RULE = Rule("No rule of the script fits this prompt.")
 
 
 class Script:
@@ -152,9 +169,9 @@ class Script:
         """Raises msgspec.DecodeError, OSError."""
         return cls(msgspec.json.decode(path.read_bytes(), type=list[Rule]), turn)
 
-    def answer(self, prompt: str) -> str:
+    def rule(self, prompt: str) -> Rule:
         newest = prompt[max(0, prompt.rfind(self._turn)) :]
-        return next((rule.answer for rule in self._rules if rule.fits(prompt, newest)), NO_RULE)
+        return next((rule for rule in self._rules if rule.fits(prompt, newest)), NO_RULE)
 
 
 def make_runner(config: WorkerConfig, *, hands_over: bool = True) -> ScriptedRunner:

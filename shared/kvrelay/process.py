@@ -10,8 +10,9 @@ import os
 import resource
 import signal
 import socket
+import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +28,9 @@ log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
+SECRETS_OF_CONTAINERS = Path("/run/secrets"), Path("/var/run/secrets")
+"""Where Docker and Kubernetes mount secrets. All users of a container may read there, and there is one."""
+
 ConfigT = TypeVar("ConfigT", bound=CommonConfig)
 
 
@@ -37,6 +41,20 @@ class StartFailed(Exception):
 
 class ServiceEnds(Exception):
     """A running service must end, and a retry would not help. The message is for the user."""
+
+
+def readable_by_all(paths: Iterable[Path]) -> Iterator[str]:
+    """A message for each file that every user of this machine can read."""
+    for path in map(Path.absolute, paths):
+        if any(path.is_relative_to(each) for each in SECRETS_OF_CONTAINERS):
+            continue
+        try:
+            can_be_reached = all(each.stat().st_mode & stat.S_IXOTH for each in path.parents)
+            is_open = can_be_reached and path.stat().st_mode & stat.S_IROTH
+        except OSError:
+            continue
+        if is_open:
+            yield f"{path} holds secrets, and every user of this machine can read it: chmod 600 {path}"
 
 
 def service_main(
@@ -57,7 +75,7 @@ def service_main(
         return 2
     setup_logging(config.log_level, config.log_format, **log_fields(config))
     config.log_values(log)
-    for warning in variable_warnings(os.environ):
+    for warning in (*variable_warnings(os.environ), *readable_by_all(config.secret_files)):
         log.warning("%s", warning)
     try:
         run(config)
@@ -97,12 +115,12 @@ def end_with_parent(parent: int) -> None:
             os._exit(1)
 
 
-def leave_at_once() -> NoReturn:
-    """Ends this process with status 0, without waiting for its threads, and kills all that it has started (Linux)."""
+def leave_at_once(status: int = 0) -> NoReturn:
+    """Ends this process without waiting for its threads, and kills all that it has started (Linux)."""
     for child in _descendants(os.getpid()):
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
-    os._exit(0)
+    os._exit(status)
 
 
 def _descendants(process: int) -> list[int]:

@@ -18,6 +18,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 from kvrelay.step.batch import DeviceLost
+from kvrelay.worker import step_loop
 from kvrelay.worker.worker_main import worker_main
 from kvrelay_decode.__main__ import make_role as make_decode_role
 from kvrelay_prefill.__main__ import make_role as make_prefill_role
@@ -63,6 +64,7 @@ def wait_at_gate() -> None:
 
 if __name__ == "__main__":
     register_module_forward_hook(fail)
+    step_loop.HANGS_AFTER_S = float(os.environ.get("KVRELAY_TEST_HANGS_AFTER_S", step_loop.HANGS_AFTER_S))
     name = sys.argv.pop(1)
     if name == "prefill":
         raise SystemExit(worker_main("prefill", make_prefill_role))

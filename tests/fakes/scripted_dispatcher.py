@@ -204,6 +204,9 @@ class ScriptedDispatcher(RouterDispatcher):
     def limits(self) -> ModelLimits | None:
         return self.model_limits
 
+    async def first_limits(self) -> ModelLimits | None:
+        return self.model_limits
+
     def ready(self) -> bool:
         return self.is_ready
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
+from kvrelay.config.router import RouterConfig
 from tests.faults.storm.bench import Bench, open_bench
-from tests.faults.storm.processes import StackSettings
+from tests.faults.storm.processes import Role, StackSettings
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
@@ -75,3 +77,27 @@ async def test_a_worker_stands_still_for_longer_than_its_peers_wait(bench: Bench
     totals = [worker["totals"] for worker in (await stack.workers()).values()]
     drafted, accepted = (sum(each.get(f"{kind}_tokens", 0) for each in totals) for kind in ("drafted", "accepted"))
     assert 0 < accepted < drafted
+
+
+async def test_over_nixl_three_of_four_workers_fail_at_once(tmp_path: Path) -> None:
+    """Two die, and the decode worker that is left stands still for so long that the connections to it break. While
+    these are not made again, no pair can hand over, and a retry does without."""
+    extra: dict[Role, list[str]] = {"router": ["--routing-policy=least_loaded", "--local-prefill-tokens=0"]}
+    default = RouterConfig()
+    settings = StackSettings(
+        transport="nixl", max_attempts=default.max_attempts, peer_timeout_s=default.peer_timeout_s, extra=extra
+    )
+    async with open_bench(tmp_path, settings) as bench:
+        stack = bench.stack
+
+        async def disturb() -> None:
+            old = await stack.incarnations()
+            await stack.until_busy("decode-1", OWNERS["decode"])
+            for name in ("decode-0", "prefill-0"):
+                stack.kill(name)
+                stack.spawn(name)
+            await stack.stand_still("decode-1", 2 * settings.peer_timeout_s)
+            await stack.until_ready("decode-0", "prefill-0", since=old)
+
+        await bench.under_load(bench.load(), await bench.jobs(12), disturb)
+        await stack.until_clean()

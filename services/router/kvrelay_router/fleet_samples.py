@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from itertools import product
+from typing import Any, get_args
 
 from kvrelay.telemetry.metrics import MetricSample, MetricSamples, merged, samples_by, single_sample
+from kvrelay_router.fleet.view import WorkerState
+from kvrelay_router.routing.estimates import Role
 from kvrelay_router.served_fleet import ServedFleet
 
 ENDINGS = ("finished", "failed", "timed_out", "cancelled", "refused")
@@ -54,7 +57,9 @@ def router_samples(figures: dict[str, Any]) -> MetricSamples:
 
 
 def _workers(states: Counter[tuple[str, str]]) -> list[MetricSample]:
-    return [MetricSample((("role", role), ("state", state)), count) for (role, state), count in sorted(states.items())]
+    """Of every state, also those that no worker is in: an alert cannot compare a sample that is missing."""
+    counts = dict.fromkeys(product(get_args(Role), map(str, WorkerState)), 0) | states
+    return [MetricSample((("role", role), ("state", state)), count) for (role, state), count in sorted(counts.items())]
 
 
 def _index(index: dict[str, Any]) -> MetricSamples:

@@ -27,6 +27,7 @@ from kvrelay.telemetry.otlp import open_export
 from kvrelay.telemetry.pages import Page, Pages
 from kvrelay.text.chat_template import ChatTemplateError
 from kvrelay.text.tokenizer_files import TokenizerNotFound
+from kvrelay_router.access.key_ring import KeyRing, follow_key_files
 from kvrelay_router.asgi.app import create_app
 from kvrelay_router.fleet_samples import fleet_samples
 from kvrelay_router.http.body import PendingMemory
@@ -87,12 +88,19 @@ class RouterServer:
             self._fleets.append(fleet)
         limits = _limits(config)
         self._closing.push_async_callback(limits.close)
-        metrics = RequestMetrics(config.model_name, self._instruments, export.tracer)
-        page = self._metrics_page if config.has_metrics_on_api_port else None
+        metrics = RequestMetrics(config.model_name, self._instruments, export.tracer, logs_access=config.access_log)
         first, *others = self._fleets
-        further = [FurtherModel(each.config.model_names, each.dispatcher, each.text) for each in others]
         app = create_app(
-            api, first.dispatcher, first.text, limits, metrics, self._memory, page, further, self._open_store()
+            api,
+            first.dispatcher,
+            first.text,
+            limits,
+            metrics,
+            self._memory,
+            self._metrics_page,
+            [FurtherModel(each.config.model_names, each.dispatcher, each.text) for each in others],
+            self._open_store(),
+            self._key_ring(api),
         )
         export.start(self._metric_samples)
         await self._open_pages()
@@ -110,6 +118,13 @@ class RouterServer:
             self._closing.push_async_callback(fleet.dispatcher.close)
         names = ", ".join(fleet.config.model_name for fleet in self._fleets)
         log.info("serving %s at http://%s:%d", names, config.reachable_host, self._http.port)
+
+    def _key_ring(self, api: ApiSettings) -> KeyRing:
+        keys = KeyRing(api.keys)
+        if self.config.key_files:
+            task = asyncio.create_task(follow_key_files(self.config, keys), name="key-files")
+            self._closing.callback(task.cancel)
+        return keys
 
     def _open_store(self) -> ResponseStore | None:
         config = self.config
@@ -159,7 +174,8 @@ class RouterServer:
 
     def _metric_samples(self) -> MetricSamples:
         figures = fleet_samples(self._fleets)
-        return merged([process_samples(), self._instruments.samples(), figures, self._memory.samples()])
+        process = process_samples("router", self.config.router_id, self.config.model_name)
+        return merged([process, self._instruments.samples(), figures, self._memory.samples()])
 
     async def main_loop(self) -> None:
         """Serves until a signal arrives, then drains: running requests finish within the drain timeout."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from http.client import HTTPException
 from typing import Any
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -116,30 +117,25 @@ def view(fleet: Mapping[str, Any]) -> RenderableType:
 
 
 def _head(fleet: Mapping[str, Any]) -> RenderableType:
-    requests, cache, latency = fleet["requests"], fleet["cache"], fleet["latency"]
-    grid = Table.grid(padding=(0, 2))
-    registry = fleet["router"]["registry"]
-    grid.add_row("router", fleet["router"]["router_id"], "registry", registry, "index", fleet["prefix_index"]["state"])
-    grid.add_row(
-        "running",
-        str(requests["running"]),
-        "finished",
-        str(requests["finished"]),
-        "failed",
-        f"{requests['failed']}, {requests['retries']} retries",
-    )
-    grid.add_row("first token", _three(latency["ttft_ms"]), "per token", _three(latency["tpot_ms"]))
+    requests, cache, latency, router = fleet["requests"], fleet["cache"], fleet["latency"], fleet["router"]
     found, predicted = (_share(cache[f"{view}_tokens"], cache["prompt_tokens"]) for view in ("found", "predicted"))
-    grid.add_row("cache hits", f"{found}, {predicted} expected")
+    failed, retries = requests["failed"], requests["retries"]
+    lines = [
+        f"router {router['router_id']}, registry {router['registry']}, index {fleet['prefix_index']['state']}",
+        f"{requests['running']} running, {requests['finished']} finished, {failed} failed, {retries} retries",
+        f"first token {_three(latency['ttft_ms'])}, per token {_three(latency['tpot_ms'])}",
+        f"cache hits {found}, {predicted} expected",
+    ]
+    text = Text("\n".join(lines))
     if fleet["fallback"]["active"]:
-        grid.add_row("fallback", Text(fleet["fallback"]["reason"], style="red"))
-    return grid
+        text.append(f"\nfallback: {fleet['fallback']['reason']}", style="red")
+    return text
 
 
 def _workers(workers: Sequence[Mapping[str, Any]]) -> RenderableType:
-    table = Table(expand=True)
-    for title in ("worker", "state", "queues", "blocks held", "cached", "of", "tokens in", "tokens out"):
-        table.add_column(title, no_wrap=title == "worker")
+    table = Table(expand=True, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("worker", "state", "queues", "blocks held", "cached/all", "tokens in/out"):
+        table.add_column(title, no_wrap=title in ("state", "cached/all", "tokens in/out"))
     for worker in workers:
         blocks, totals = worker["blocks"], worker["totals"]
         queues = [f"{name} {depth}" for name, depth in worker["queues"].items() if depth and name not in OTHERS]
@@ -147,12 +143,10 @@ def _workers(workers: Sequence[Mapping[str, Any]]) -> RenderableType:
         table.add_row(
             _named(worker),
             Text(worker["state"], style="" if worker["state"] == "ready" else "red"),
-            Text(", ".join(queues) or "-"),
-            Text(", ".join(f"{state} {n}" for state, n in held.items()) or "-"),
-            str(blocks.get("cached", 0)),
-            str(blocks.get("total", 0)),
-            f"{totals.get('prefill_tokens', 0):,.0f}",
-            f"{totals.get('decode_tokens', 0):,.0f}",
+            Text("\n".join(queues) or "-"),
+            Text("\n".join(f"{state} {n}" for state, n in held.items()) or "-"),
+            f"{_short(blocks.get('cached', 0))}/{_short(blocks.get('total', 0))}",
+            f"{_short(totals.get('prefill_tokens', 0))}/{_short(totals.get('decode_tokens', 0))}",
         )
     return table
 
@@ -162,6 +156,14 @@ def _named(worker: Mapping[str, Any]) -> Text:
     device, kv_dtype = worker.get("device", ""), worker.get("kv_dtype", "")
     notes = [device] * (device not in ("", "cpu")) + [f"KV {kv_dtype}"] * kv_dtype.startswith("fp8")
     return Text("\n".join([worker["worker_id"], *notes]))
+
+
+def _short(number: float) -> str:
+    """As 9500, 12.3k or 4.5M."""
+    if number < 1e4:
+        return f"{number:.0f}"
+    unit, size = ("k", 1e3) if number < 1e6 else ("M", 1e6) if number < 1e9 else ("G", 1e9)
+    return f"{number / size:,.1f}{unit}"
 
 
 def _three(percentiles: Mapping[str, float]) -> str:

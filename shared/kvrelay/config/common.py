@@ -117,6 +117,9 @@ def default_served_name(data: dict[str, Any]) -> str:
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
+SECRET_FILES = "curve_key_file", "redis_password_file", "api_keys_file", "admin_api_keys_file", "key_limits_file"
+
+
 class ProcessConfig(BaseModel):
     """Fields of every process. Times are in seconds."""
 
@@ -152,6 +155,11 @@ class ProcessConfig(BaseModel):
     def reachable_host(self) -> str:
         """The address to advertise to peers."""
         return self.advertise_host or (socket.gethostname() if is_wildcard(self.host) else self.host)
+
+    @property
+    def secret_files(self) -> list[Path]:
+        """The files with keys and passwords."""
+        return [path for name in SECRET_FILES if (path := getattr(self, name, None)) is not None]
 
     def curve_key(self) -> CurveKey | None:
         """The fleet's key, or None without encryption. Raises BadKeyFile."""

@@ -11,12 +11,16 @@ from urllib.parse import urlsplit
 from pydantic import (
     ByteSize,
     Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
     SecretStr,
+    ValidationError,
     field_validator,
     model_validator,
 )
 
 from kvrelay.config.common import NAME_FORM, NAME_PATTERN, CommonConfig
+from kvrelay.config.field_values import first_fault
 from kvrelay.config.table_files import LEAST_PER_MINUTE, OwnKeyLimits, read_fleets, read_key_limits
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-fA-F:.]+\]|[^/?#@\s\[\]:]+)(:[0-9]{1,5})?")
@@ -54,8 +58,8 @@ class RouterConfig(CommonConfig):
         default=None,
         ge=0,
         le=65535,
-        description="port of /metrics for Prometheus, /health and /ready; 0: any free one; the same as port: /metrics "
-        "on the API's port, where it needs an API key if there are any (default: none)",
+        description="port of /metrics for Prometheus, /health and /ready, without API keys; 0: any free one (default: "
+        "none; /metrics is at the API's port too)",
     )
 
     api_keys: tuple[SecretStr, ...] = Field(
@@ -91,6 +95,10 @@ class RouterConfig(CommonConfig):
         description="how the model writes reasoning, which answers have apart from content: think (<think> tags), "
         "deepseek_r1 (the same, opened or not), mistral ([THINK]), harmony, template, or a name of vLLM's or SGLang's; "
         "auto: as its chat template shows; none: reasoning is content",
+    )
+    access_log: bool = Field(
+        default=True,
+        description="log each generation: key's name, model, status, tokens, times, attempts, id; never its text",
     )
     allowed_origins: tuple[str, ...] = Field(
         default=(),
@@ -324,17 +332,35 @@ class RouterConfig(CommonConfig):
         """Entries of `key_limits_file`, by API key."""
         return read_key_limits(self.key_limits_file) if self.key_limits_file is not None else {}
 
-    @model_validator(mode="before")
+    _own_keys: dict[str, Any] = PrivateAttr(default_factory=dict)  # those that come from no file
+
+    @model_validator(mode="wrap")
     @classmethod
-    def _read_keys(cls, values: Any) -> Any:
+    def _read_keys(cls, values: Any, make: ModelWrapValidatorHandler[Self]) -> Self:
         """Adds the keys of the files, so the frozen object contains all."""
         if not isinstance(values, dict):
-            return values
-        for name in ("api_keys", "admin_api_keys"):
+            return make(values)
+        own = {name: values.get(name, ()) for name in ("api_keys", "admin_api_keys")}
+        for name in own:
             path = values.get(f"{name}_file")
             if path and isinstance(path, str | Path):
-                values = {**values, name: (*values.get(name, ()), *_read_key_file(f"{name}_file", Path(path)))}
-        return values
+                values = {**values, name: (*own[name], *_read_key_file(f"{name}_file", Path(path)))}
+        config = make(values)
+        config._own_keys = own
+        return config
+
+    @property
+    def key_files(self) -> list[Path]:
+        """The files that say which API keys are accepted and what each may do."""
+        return [path for path in (self.api_keys_file, self.admin_api_keys_file, self.key_limits_file) if path]
+
+    def read_again(self) -> Self:
+        """The same with the present contents of the key files. Raises ValueError, which names no key."""
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        try:
+            return type(self).model_validate(given | self._own_keys)
+        except ValidationError as error:
+            raise ValueError(first_fault(type(self), error)) from None
 
 
 def _read_key_file(field: str, path: Path) -> list[SecretStr]:

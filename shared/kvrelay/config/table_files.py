@@ -20,11 +20,12 @@ TableT = TypeVar("TableT", bound=BaseModel)
 
 class OwnKeyLimits(BaseModel):
     """One [[key]] table of key_limits_file. Missing fields use the limits for all keys; a key without `tenant` is a
-    tenant of its own."""
+    tenant of its own. `name`: what the access log and metrics call it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     key: SecretStr
+    name: str | None = Field(default=None, pattern=NAME_PATTERN, json_schema_extra={"form": NAME_FORM})
     requests_per_minute: float | None = Field(default=None, ge=LEAST_PER_MINUTE, le=1e6)
     burst: int = Field(default=10, ge=1, le=1 << 20)
     concurrency: int | None = Field(default=None, ge=1, le=1 << 20)

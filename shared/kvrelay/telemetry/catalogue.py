@@ -32,6 +32,8 @@ class Metric:
 
 GEN_AI = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model", "error.type")
 
+BUILD = ("service", "name", "model", "version")
+
 _METRICS = (
     # -- requests, as clients see them (OpenTelemetry's conventions for generative AI)
     Metric("gen_ai.server.request.duration", "histogram", "s", ROUTER, "Time from a request to its end", GEN_AI),
@@ -51,6 +53,8 @@ _METRICS = (
         "Mean time per output token after the first, successful requests only",
         GEN_AI[:3],
     ),
+    Metric("kvrelay.usage.requests", "counter", "{request}", ROUTER, "HTTP requests by key", ("key", "model")),
+    Metric("kvrelay.usage.tokens", "counter", "{token}", ROUTER, "Tokens by key", ("key", "model", "kind")),
     # -- the router
     Metric("kvrelay.requests.submitted", "counter", "{request}", ROUTER, "Prompts that were routed"),
     Metric("kvrelay.requests", "counter", "{request}", ROUTER, "Finished prompts by outcome", ("outcome",)),
@@ -141,6 +145,8 @@ _METRICS = (
     Metric("kvrelay.index.dropped", "counter", "{change}", WORKERS, "Changes dropped because too many waited"),
     # -- messages and the process
     Metric("kvrelay.messages.dropped", "counter", "{message}", ALL, "Messages that were dropped, by cause", ("cause",)),
+    Metric("kvrelay.build_info", "gauge", "1", ALL, "1, with what this process is", BUILD),
+    Metric("process.memory.usage", "gauge", "By", ALL, "Resident memory of the process"),
     Metric("process.cpu.time", "counter", "s", ALL, "CPU time of the process", ("cpu.mode",)),
 )  # fmt: skip
 

@@ -16,7 +16,9 @@ from bisect import bisect_left
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from importlib.metadata import version
 from itertools import accumulate
+from pathlib import Path
 from typing import NamedTuple
 
 from kvrelay.protocol.messages import HistogramReport
@@ -64,10 +66,23 @@ def merged(parts: Iterable[MetricSamples]) -> MetricSamples:
     return whole
 
 
-def process_samples() -> MetricSamples:
-    """CPU time of all threads of this process."""
+def process_samples(service: str, name: str, model: str) -> MetricSamples:
+    """What this process is, CPU time of all its threads, and its resident memory. `name`: a worker's or router's id."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    return {"process.cpu.time": samples_by("cpu.mode", {"user": usage.ru_utime, "system": usage.ru_stime})}
+    about = {"service": service, "name": name, "model": model, "version": version("kvrelay")}
+    return {
+        "kvrelay.build_info": [MetricSample(tuple(about.items()), 1)],
+        "process.cpu.time": samples_by("cpu.mode", {"user": usage.ru_utime, "system": usage.ru_stime}),
+        "process.memory.usage": single_sample(_resident_bytes()),
+    }
+
+
+def _resident_bytes() -> int:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:  # elsewhere than on Linux
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return pages * resource.getpagesize()
 
 
 class Histogram:
@@ -98,6 +113,7 @@ class Instruments:
         self._histograms: dict[str, dict[Labels, Histogram]] = {}
         self.counters: dict[str, Tally[str]] = {}
         """Sums by the value of the metric's only attribute."""
+        self._labelled: dict[str, Tally[Labels]] = {}
 
     def histogram(self, name: str, bounds: tuple[float, ...], labels: Labels = ()) -> Histogram:
         """The histogram of these attributes, created on first use."""
@@ -115,6 +131,10 @@ class Instruments:
         """The counter, created on first use."""
         return self.counters.setdefault(name, Tally())
 
+    def labelled_counter(self, name: str) -> Tally[Labels]:
+        """The counter of a metric with several attributes, created on first use."""
+        return self._labelled.setdefault(name, Tally())
+
     def histograms(self) -> Iterator[tuple[str, Histogram]]:
         """The histograms without attributes, by name."""
         return ((name, family[()]) for name, family in sorted(self._histograms.items()) if () in family)
@@ -126,6 +146,8 @@ class Instruments:
         }
         for name, sums in self.counters.items():
             found[name] = samples_by(METRICS[name].attributes[0], sums)
+        for name, tally in self._labelled.items():
+            found[name] = [MetricSample(labels, value) for labels, value in tally.items()]
         return found
 
 

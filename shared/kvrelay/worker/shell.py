@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import math
 import os
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from contextvars import Context, copy_context
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import zmq
@@ -192,13 +193,14 @@ class WorkerShell:
 
     def _metric_samples(self) -> MetricSamples:
         """All metrics of the worker; during the start only those of the process."""
-        started = self._started
+        started, config = self._started, self.config
+        process = process_samples(config.role, config.worker_id, config.model_name)
         if started is None:
-            return process_samples()
+            return process
         steps = started.context.steps.totals
         return merged(
             [
-                process_samples(),
+                process,
                 self._instruments.samples(),
                 status_samples(started.reports.status()),
                 {"kvrelay.messages.dropped": samples_by("cause", started.context.messenger.num_dropped)},
@@ -253,6 +255,8 @@ class WorkerShell:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
             started.role.on_tick(now)
+            if hanging := started.context.steps.hanging_step(now):
+                _end_at_once(hanging)
             self._check_when_quiet(started, now)
 
     def _check_when_quiet(self, started: StartedWorker, now: float) -> None:
@@ -280,6 +284,15 @@ class WorkerShell:
             started.role.on_message(event)
             if isinstance(event.body, Prefill | Generate):
                 started.reports.took_request(event.peer)
+
+
+def _end_at_once(hanging: str) -> NoReturn:
+    """Ends the process, since a thread in a call that never returns cannot be stopped. Routers lose its link and run
+    its requests elsewhere; whoever supervises it starts it again."""
+    log.critical("%s, and will not end: this process does, so that another can take its place", hanging)
+    faulthandler.dump_traceback(all_threads=True)
+    logging.shutdown()
+    leave_at_once(status=1)
 
 
 def _report_crash(loop: asyncio.AbstractEventLoop, context: dict[str, Any], crash: asyncio.Future[None]) -> None:

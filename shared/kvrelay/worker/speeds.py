@@ -27,6 +27,8 @@ LEAST_CHUNKED_STEPS = 2
 """A step cost is reported only after this many steps had a chunk of at least that length. Decodes alone cannot separate
 its parts."""
 
+LEAST_STEPS = 16
+"""After which the cost of a step is known well enough to tell that one hangs."""
 REPEATS = 2
 CONTEXT_BUDGETS = 4
 _KEY = ("calibration", 0, 0)
@@ -91,7 +93,7 @@ class SpeedMeter:
 
     def __init__(self) -> None:
         self._cost = CalibratedCost()
-        self._num_chunked = 0
+        self._num_chunked = self._num_stepped = 0
         self._pushed_bytes = 0.0
         self._push_busy_s = 0.0
         self._transfer_bytes_s: float | None = None
@@ -99,7 +101,14 @@ class SpeedMeter:
     def stepped(self, plan: StepPlan, forward_s: float) -> None:
         """Takes the measured seconds of a step."""
         self._cost.observe(*work_of(plan.rows), forward_s)
+        self._num_stepped += 1
         self._num_chunked += any(row.num_tokens >= LEAST_CHUNK_TOKENS for row in plan.rows)
+
+    def expected_s(self, plan: StepPlan) -> float:
+        """Seconds that the step will take. 0 while too few were measured."""
+        if self._num_stepped < LEAST_STEPS:
+            return 0.0
+        return self._cost.current.step_s(*work_of(plan.rows))
 
     def pushed(self, total_bytes: float, total_busy_s: float) -> None:
         """Takes totals since the start. The rate averages the time since the last call that had progress."""

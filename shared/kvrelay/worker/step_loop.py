@@ -22,6 +22,7 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
+from kvrelay.awake_clock import AwakeClock
 from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.sequence_key import SequenceKey
@@ -45,6 +46,11 @@ from kvrelay.worker.speeds import SpeedMeter
 
 log = logging.getLogger(__name__)
 
+HANGS_AFTER_S = 30.0
+HANGS_AFTER_TIMES = 20.0
+"""A step hangs that takes longer than both: the seconds, and so many times what is expected of it."""
+UNMEASURED_HANGS_AFTER_S = 600.0
+"""The same while no step was measured: the first ones may compile kernels."""
 MAX_NAMED = 8
 """Requests that the line of a failed step names."""
 
@@ -151,6 +157,10 @@ class StepLoop:
         self._last_planned = 0
         self._last_landed = 0
         self._stopping = False
+        self._open: deque[StepPlan] = deque()  # planned and not landed
+        self._watched: StepPlan | None = None  # the one in flight when `hanging_step` was called last
+        self._watched_since = 0.0
+        self._clock = AwakeClock()
         # Ended sequences, each with the number of the last step that may have a row for it.
         self._forget: deque[tuple[int, SequenceKey]] = deque()
 
@@ -196,6 +206,19 @@ class StepLoop:
         """Ends `run` after the step in flight. A step that was planned behind it is cancelled, launched or not."""
         self._stopping = True
         self.wake()
+
+    def hanging_step(self, now: float) -> str:
+        """Describes the step in flight if it takes so long that it will never end; else returns an empty string. Call
+        it often: time during which the process was suspended does not count."""
+        seconds = self._clock.read(now)
+        if (first := next(iter(self._open), None)) is not self._watched:
+            self._watched, self._watched_since = first, seconds
+        elapsed_s = seconds - self._watched_since
+        if first is None or elapsed_s < HANGS_AFTER_S:
+            return ""
+        expected_s = max(map(self.speeds.expected_s, self._open))
+        limit_s = HANGS_AFTER_TIMES * expected_s if expected_s else UNMEASURED_HANGS_AFTER_S
+        return f"step {first.step} has run for {elapsed_s:.0f} s" if elapsed_s > limit_s else ""
 
     async def run(self, callbacks: StepCallbacks) -> None:
         """Runs the loop until `stop`. Raises DeviceLost."""
@@ -279,6 +302,7 @@ class StepLoop:
             self._observer.planned(plan)
         if plan.has_work:
             self._last_planned = plan.step
+            self._open.append(plan)
         callbacks.planned(plan)
         if self._trace is not None and plan.has_work:
             self._trace.note("plan_begins", plan.step, mark)
@@ -341,11 +365,15 @@ class StepLoop:
         for step in reversed(steps):
             self.scheduler.cancel_plan(step.plan)
             self._last_planned = step.plan.step - 1
+            if self._open and self._open[-1] is step.plan:
+                self._open.pop()
             self._note("plan_cancelled", step.plan)
         return lost
 
     def _landed(self, plan: StepPlan) -> None:
         self._last_landed = plan.step
+        while self._open and self._open[0].step <= plan.step:
+            self._open.popleft()
         while self._forget and (self._forget[0][0] <= plan.step or plan.step >= self._last_planned):
             self.runner.drop_sequence(self._forget.popleft()[1])
 

@@ -78,7 +78,7 @@ def test_it_shows_what_the_router_says(
     router: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVRELAY_API_KEY", "secret")
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "80")
     assert top([router, "--once"]) == 0
     shown = capsys.readouterr().out
     for text in (
@@ -90,8 +90,8 @@ def test_it_shows_what_the_router_says(
         "no prefill worker [is] ready",
     ):
         assert text in shown
-    named = ("prefill-[red]0", "NVIDIA [b]H100 (GPU-5c89852c)", "KV fp8_e4m3")
-    for text in (*named, "queued 4, computing 1", "computing 8", "54,321"):
+    named = ("prefill-[red]0", "NVIDIA", "[b]H100", "(GPU-5c89852c)", "KV fp8_e4m3")
+    for text in (*named, "queued 4", "computing 1", "computing 8", "54.3k"):
         assert text in shown
     assert "999" not in shown and "handed" not in shown
 

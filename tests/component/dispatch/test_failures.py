@@ -144,14 +144,26 @@ async def test_a_resumed_attempt_carries_the_tokens_already_sent(rig: Rig) -> No
     assert resumed[0].prompt.sampling.max_tokens == 8
 
 
-async def test_where_every_decode_worker_refuses_the_request_fails_after_all_attempts(rig: Rig) -> None:
+async def test_where_no_decode_worker_takes_the_handoff_one_computes_alone(rig: Rig) -> None:
+    """As while no connection between prefill and decode workers holds."""
     prefill, decode = pair()
-    decode.refusal = "it is too long"
+    decode.refusal = "it cannot be reached"
     await rig.start(prefill, decode, max_attempts=2)
     handle = rig.submit()
-    with pytest.raises(RequestFailed, match="no decode worker is left"):
+    assert await read(handle) == {0: true_tokens(0, 6)}
+    (sequence,) = rig.record(handle)["sequences"]
+    assert [(each["prefill"], each["decode"]) for each in sequence["attempts"]] == [("p0", None), (None, "d0")]
+    await rig.nothing_is_left()
+
+
+async def test_a_request_whose_handoff_and_decode_fail_ends_after_all_attempts(rig: Rig) -> None:
+    prefill, decode = pair()
+    decode.refusal = "it cannot be reached"
+    decode.failure = Failed(failure=FailureKind.ENGINE_ERROR, cause="a step failed", retriable=True)
+    await rig.start(prefill, decode, max_attempts=2)
+    handle = rig.submit()
+    with pytest.raises(RequestFailed, match="a step failed"):
         await read(handle)
-    assert len(prefill.got(Prefill)) == 2
     assert rig.record(handle)["state"] == "failed"
     await rig.nothing_is_left()
 

@@ -27,6 +27,22 @@ async def without_decode(rig: Rig, **settings: Any) -> FakePrefill:
     return prefill
 
 
+@pytest.mark.parametrize("max_wait_s", [0.2, 60])
+async def test_limits_are_those_of_the_first_worker_that_comes(rig: Rig, max_wait_s: float) -> None:
+    await rig.start(max_wait_for_worker_s=max_wait_s)
+    if max_wait_s < 1:
+        assert await rig.dispatcher.first_limits() is None
+        return
+    asking = asyncio.create_task(rig.dispatcher.first_limits())
+    await asyncio.sleep(0)
+    assert not asking.done()
+    for worker in pair():
+        rig.add(worker)
+    assert (await asking) == rig.dispatcher.limits() is not None
+    assert await read(rig.submit()) == {0: true_tokens(0, 6)}
+    await rig.nothing_is_left()
+
+
 async def test_new_requests_wait_for_a_worker(rig: Rig) -> None:
     await without_decode(rig)
     handles = [rig.submit(num_sequences=number) for number in (1, 2)]

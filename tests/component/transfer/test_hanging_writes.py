@@ -105,6 +105,21 @@ async def test_a_write_that_hangs_after_a_good_one_has_not_drained_until_it_ends
         assert written == ([2, 3, 4, 5] if lands else [])
 
 
+async def test_a_connection_whose_writes_were_only_slow_is_used_again_at_once() -> None:
+    """As when the receiver's process was stopped and goes on."""
+    with fake_network() as network, ends() as (source, target):
+        await hang_after_one_good_write(network, source, target)
+        await source.log.until(lambda: bool(source.failures("hung")))
+        source.sender.abort("hung")
+        push(source, target, "early", range(8, 10))
+        await source.log.until(lambda: bool(source.failures("early")))
+        network.land_late()
+        await source.log.until(lambda: SenderDrained("hung") in source.log.events)
+        network.num_good = None
+        push(source, target, "again", range(10, 12))
+        await target.until_landed("again", range(2))
+
+
 @pytest.mark.parametrize("retry_after_s", [0.0, 0.3])
 async def test_a_connection_is_tried_again_after_a_while(retry_after_s: float) -> None:
     settings = NixlSettings(stall_timeout_s=STALL_S, retry_after_s=retry_after_s, piece_blocks=2)

@@ -14,7 +14,7 @@ from kvrelay.config.loader import resolve
 from kvrelay.config.router import static_worker_address
 from kvrelay.config.up_config import UpConfig
 from kvrelay.fleet.key_limits import SharedLimits
-from kvrelay_router.openai.api_service import ApiSettings
+from kvrelay_router.access.key_ring import AcceptedKeys
 from kvrelay_router.server import _limits
 from tests.fakes.command import command
 
@@ -216,11 +216,11 @@ def test_a_keys_own_entry_wins_and_the_rest_is_as_for_all(tmp_path: Path) -> Non
         key_least_priority=0,
         key_limits_file=path,
     )
-    settings = ApiSettings.from_config(config)
-    a, b = settings.own_key_rules["sk-a"], settings.own_key_rules["sk-b"]
+    accepted = AcceptedKeys.of(config)
+    a, b = accepted.own["sk-a"], accepted.own["sk-b"]
     assert (a.limits.concurrency, a.limits.requests_per_minute, a.least_priority) == (8, 60, 0)
     assert (b.limits.concurrency, b.least_priority) == (2, -5)
-    assert settings.key_rules.limits.concurrency == 2
+    assert accepted.rules.limits.concurrency == 2
 
 
 @pytest.mark.parametrize(

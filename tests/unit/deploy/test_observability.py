@@ -19,7 +19,7 @@ from kvrelay.telemetry.metrics import prometheus_name
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 OBSERVABILITY = DEPLOY / "observability"
-OF_PROMETHEUS = {"job", "instance", "le"}
+OF_PROMETHEUS = {"job", "instance", "le", "model"}  # and of a router with several models
 SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("",), "gauge": ("",)}
 LABELS = {
     prometheus_name(metric) + suffix: {name.replace(".", "_") for name in metric.attributes} | OF_PROMETHEUS
@@ -63,7 +63,8 @@ def test_every_query_is_about_metrics_and_labels_that_exist() -> None:
         for name in re.findall(r"kvrelay:[\w:]+", query):
             assert name in recorded, f"{where}: {name}"
         bare = re.sub(r'"[^"]*"|kvrelay:[\w:]+', '""', query)
-        metrics = re.findall(r"\b(?:kvrelay_\w+|gen_ai_\w+|process_\w+|up\b)", bare)
+        named = re.sub(r"by \([^)]*\)", "", bare)
+        metrics = re.findall(r"\b(?:kvrelay_\w+|gen_ai_\w+|process_\w+|up\b)", named)
         assert metrics or "kvrelay:" in query, f"{where}: {query}"
         known = set[str]()
         for metric in metrics:
@@ -104,8 +105,16 @@ def test_prometheus_scrapes_what_compose_runs() -> None:
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     for job in jobs:
         (discovery,) = job["dns_sd_configs"]
-        for name in discovery["names"]:
-            environment = services[name]["environment"]
+        (name,) = discovery["names"]
+        behind = [each for each, service in services.items() if name == each or name in _aliases(service)]
+        assert len(behind) == (1 if name == "router" else 3), f"{name} has no service in some profile"
+        for each in behind:
+            environment = services[each]["environment"]
             port = "KVRELAY_METRICS_PORT" if name == "router" else "KVRELAY_HTTP_PORT"
             assert environment[port] == str(discovery["port"])
             assert environment["KVRELAY_HOST"] == "0.0.0.0" and "KVRELAY_MESSAGE_HOST" not in environment
+
+
+def _aliases(service: dict[str, Any]) -> list[str]:
+    networks = service["networks"]
+    return networks["inside"]["aliases"] if isinstance(networks, dict) else []

@@ -99,6 +99,14 @@ def test_where_an_attempt_failed_is_avoided_while_there_are_others(policy: Polic
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_after_a_handoff_that_failed_decode_needs_none(policy: PolicyName) -> None:
+    workers = [worker("p", "prefill"), *(worker(f"d{number}", "decode") for number in range(2))]
+    wish = demand(hands_over=False, avoid=frozenset({"p", "d0"}))
+    assert decided(policy, wish, *workers) == (None, "d1"), "one that the KV did not reach is the last choice"
+    assert decided(policy, wish, *workers[:2]) == (None, "d0")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_another_decode_worker_has_the_fingerprint(policy: PolicyName) -> None:
     candidates = CandidateWorkers.of([worker("d1", "decode", "other"), worker("d2", "decode")])
     chosen = decide_decode(policy, demand(), candidates, "m")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from kvrelay.telemetry.metrics_file import (
     read_metrics,
 )
 from kvrelay.telemetry.step_observer import StepObserver
+from kvrelay.worker import step_loop
 from kvrelay.worker.step_loop import StepCallbacks, StepLoop
 from tests.fakes.hash_runner import EOS_TOKEN_ID, HashRunner
 from tests.fakes.sequences import new_sequence
@@ -126,6 +128,44 @@ def test_planning_ahead_and_publishing_lie_inside_a_forward(tmp_path: Path) -> N
         if step > 1:
             assert begins < at["committed", step - 1] < at["published", step - 1] < ends
     assert [r.ahead for r in records if isinstance(r, StepRecord)] == [False] + [True] * (last - 1)
+
+
+def test_a_step_that_runs_much_longer_than_expected_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In time that the process is awake, and more patiently while nothing is measured or more is expected."""
+    monkeypatch.setattr(step_loop, "HANGS_AFTER_S", 2.0)
+    monkeypatch.setattr(step_loop, "UNMEASURED_HANGS_AFTER_S", 8.0)
+    runner, last = PatientRunner(), 3
+    loop = StepLoop(runner, one_scheduler(runner), overlap=True)
+    now = [100.0]
+
+    def hanging_after(step: int) -> float:
+        """Seconds of step `step` until it is told of. 100: not until then."""
+        began = now[0]
+        while now[0] < began + 100:
+            now[0] += 0.25
+            if said := loop.hanging_step(now[0]):
+                assert f"step {step} has run" in said
+                return now[0] - began
+        return 100
+
+    found: dict[int, float] = {}
+
+    def hangs(step: int) -> bool:
+        deadline = time.monotonic() + PATIENCE_S
+        while loop._open[0].step != step and time.monotonic() < deadline:
+            time.sleep(0.001)  # the event loop publishes the step before
+        loop.hanging_step(now[0])
+        now[0] += 1000.0  # suspended
+        assert not loop.hanging_step(now[0])
+        expected_s = {1: 0.0, 2: 0.01, 3: 1.0}[step]
+        monkeypatch.setattr(loop.speeds, "expected_s", lambda plan: expected_s)
+        found[step] = hanging_after(step)
+        return True
+
+    runner.wait_for = hangs
+    run_one(loop, max_tokens=last)
+    assert not loop.hanging_step(now[0] + 1000), "nothing is in flight"
+    assert found == {1: pytest.approx(8, abs=1), 2: pytest.approx(2, abs=1), 3: pytest.approx(20, abs=1)}
 
 
 def test_without_overlap_one_thing_comes_after_the_other(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ A tenant is one API key, or all keys that `key_limits_file` gives its name.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import math
 import re
 import secrets
@@ -19,8 +18,10 @@ from starlette.requests import Request
 from kvrelay.config.router import RouterConfig
 from kvrelay.excerpts import quoted
 from kvrelay.telemetry.tracer import TraceContext
-from kvrelay.text.request.api_error import ApiError, wrong
+from kvrelay.text.request.api_error import wrong
 
+NAME_CHARS = 8
+"""Of the digest that names a key without a name."""
 VALID_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -28,12 +29,14 @@ VALID_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 class Caller:
     """The holder of an API key, or, without keys, every client.
 
-    `owner` identifies the key in records, `tenant` the tenant whose share of workers it uses, and `text_owner` the
-    tenant whose texts it may learn of by the time that its own take. All are digests, and empty without keys.
+    `name` is what the access log and metrics call the key. `owner` identifies the key in records, `tenant` the tenant
+    whose share of workers it uses, and `text_owner` the tenant whose texts it may learn of by the time that its own
+    take. All three are digests, and empty without keys.
     `cache_salt` comes before the request's own salt. `is_admin`: the key sees the requests of all keys.
     """
 
     key: str = field(default="", repr=False)
+    name: str = ""
     owner: str = ""
     tenant: str = ""
     weight: float = 1.0
@@ -103,9 +106,11 @@ class Callers:
             # The kind of the text is part of the digest, so no tenant's name equals the tenant of a key without a name.
             name = None if limits is None else limits.tenant
             tenant = _digest("key", key) if name is None else _digest("tenant", name)
+            owner = _digest("owner", key)
             callers[key] = Caller(
                 key=key,
-                owner=_digest("owner", key),
+                name=(limits and limits.name) or owner[:NAME_CHARS],
+                owner=owner,
                 tenant="" if config.fair_queueing == "off" else tenant,
                 weight=1.0 if limits is None else limits.weight,
                 cache_salt=f"tenant:{tenant}/" if config.key_cache_salt else "",
@@ -126,41 +131,10 @@ class Callers:
             return caller
         if not key:
             return Caller(is_admin=True, has_users=self.by_user)
-        digest = _digest("key", key)
-        return Caller(key=key, owner=_digest("owner", key), tenant=digest, text_owner=digest, has_users=self.by_user)
-
-
-class KeyRing:
-    """The accepted API keys. Digests are compared, so the time reveals neither content nor length of a key."""
-
-    def __init__(self, keys: tuple[str, ...], callers: Callers) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-        self._callers = callers
-
-    def check(self, headers: Mapping[str, str]) -> Caller:
-        """Returns the caller by the request's key. Raises 401 for an unknown key."""
-        if not self._digests:
-            return self._callers.of("")
-        given = _given_keys(headers)
-        if not given:
-            raise _unauthorized("You didn't provide an API key (Authorization: Bearer KEY, or x-api-key: KEY)", None)
-        for key in given:
-            digest = hashlib.sha256(key.encode()).digest()
-            accepted = [hmac.compare_digest(digest, known) for known in self._digests]
-            if any(accepted):
-                return self._callers.of(key)
-        raise _unauthorized("Incorrect API key provided", "invalid_api_key")
-
-
-def _given_keys(headers: Mapping[str, str]) -> list[str]:
-    """Anthropic's clients send `x-api-key`, and may send another token as well."""
-    scheme, _, bearer = headers.get("authorization", "").partition(" ")
-    given = [bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
-    return [key.strip() for key in given if key.strip()]
-
-
-def _unauthorized(message: str, code: str | None) -> ApiError:
-    return ApiError(message, status=401, code=code, headers={"www-authenticate": "Bearer"})
+        digest, owner = _digest("key", key), _digest("owner", key)
+        return Caller(
+            key=key, name=owner[:NAME_CHARS], owner=owner, tenant=digest, text_owner=digest, has_users=self.by_user
+        )
 
 
 def names_of(http: Request) -> RequestNames:

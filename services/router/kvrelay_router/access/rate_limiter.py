@@ -7,36 +7,28 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from kvrelay.fleet.key_limits import KeyLimits, OwnLimits, Refusal, SharedLimits
 from kvrelay.text.request.api_error import ApiError
 from kvrelay_router.access.identity import Caller
+from kvrelay_router.access.key_ring import KeyRing
 
 FREE_SHARE = 8.0
-
-
-@dataclass(frozen=True, slots=True)
-class KeyRules:
-    """`least_priority` is the smallest, and so most urgent, priority that a request may have."""
-
-    limits: KeyLimits = field(default_factory=KeyLimits)
-    least_priority: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RateLimiter:
     """Applies the rules of keys. `shared` counts requests; it may be None if no key has a limit."""
 
-    rules: KeyRules = field(default_factory=KeyRules)
-    own: Mapping[str, KeyRules] = field(default_factory=dict)  # replaces `rules` for single keys
+    keys: KeyRing = field(default_factory=KeyRing)
     shared: SharedLimits | OwnLimits | None = None
 
     def check_priority(self, key: str, priority: int) -> None:
         """Raises 400 for a priority below the key's `least_priority`."""
-        least = self._rules(key).least_priority
+        least = self.keys.rules(key).least_priority
         if least is not None and priority < least:
             raise ApiError(
                 f"Invalid value for 'priority': {priority} is beyond this key's cap (allowed: {least} or more)",
@@ -46,13 +38,10 @@ class RateLimiter:
 
     def admit(self, key: str, request_id: str, lease_s: float) -> AbstractAsyncContextManager[None]:
         """Counts the request while the block runs. Entering it raises 429 beyond the key's limits."""
-        limits = self._rules(key).limits
+        limits = self.keys.rules(key).limits
         if limits.are_none or self.shared is None:
             return nullcontext()
         return _counted(self.shared, key, limits, request_id, lease_s)
-
-    def _rules(self, key: str) -> KeyRules:
-        return self.own.get(key, self.rules)
 
 
 @asynccontextmanager
@@ -80,15 +69,15 @@ def _refused(refusal: Refusal, limits: KeyLimits) -> ApiError:
 class InProgress:
     """Counts generations in progress, at most `limit`.
 
-    `shares`: several tenants may come. Then one may have `FREE_SHARE` times as many as there are free places, times its
+    If `keys` are of several tenants, one may have `FREE_SHARE` times as many as there are free places, times its
     weight (Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998). So places
     are left for tenants that have none, and one tenant alone gets 8 of 9 places. The same holds for the fleets, with
     weight 1, if there are `several_fleets`: one that stalls leaves places for the others.
     """
 
-    def __init__(self, limit: int, *, shares: bool = False, several_fleets: bool = False) -> None:
+    def __init__(self, limit: int, keys: KeyRing | None = None, *, several_fleets: bool = False) -> None:
         self._limit = limit
-        self._shares, self._several_fleets = shares, several_fleets
+        self._keys, self._several_fleets = keys or KeyRing(), several_fleets
         self._of_tenants: Counter[str] = Counter()
         self._of_fleets: Counter[str] = Counter()
         self.num_requests = 0
@@ -99,7 +88,9 @@ class InProgress:
         free: float = self._limit - self.num_requests
         if self._several_fleets:  # a tenant gets its share of what its fleet may still take
             free = min(free, FREE_SHARE * free - self._of_fleets[fleet])
-        if free <= 0 or (self._shares and self._of_tenants[caller.tenant] >= FREE_SHARE * caller.weight * free):
+        if free <= 0 or (
+            self._keys.have_shares and self._of_tenants[caller.tenant] >= FREE_SHARE * caller.weight * free
+        ):
             message = (
                 f"{self._limit} requests or your share of them are in progress, which is as many as this router takes"
             )

@@ -26,7 +26,7 @@ from kvrelay.text.request.api_error import ApiError
 from kvrelay.text.request.completion_request import CompletionRequest
 from kvrelay.text.request.parsing import RequestModel
 from kvrelay.text.service import TextService
-from kvrelay_router.access.identity import KeyRing
+from kvrelay_router.access.key_ring import KeyRing
 from kvrelay_router.access.rate_limiter import InProgress, RateLimiter
 from kvrelay_router.anthropic.messages_request import MessagesRequest, PromptFields
 from kvrelay_router.asgi.endpoints import DetokenizeTokens, GenerationEndpoints, TokenEndpoints, TokenizeText
@@ -66,11 +66,14 @@ def create_app(
     metrics_page: Callable[[], Page] | None = None,
     further: Sequence[FurtherModel] = (),
     responses: ResponseStore | None = None,
+    keys: KeyRing | None = None,
 ) -> ASGIApp:
     """The ASGI application. The caller closes dispatchers, text services and limits. `metrics_page` is what /metrics
-    answers, if it is to be served. `further`: models beside that of `settings`. `responses`: None stores none."""
-    rate_limiter = RateLimiter(settings.key_rules, settings.own_key_rules, limits)
-    in_progress = InProgress(settings.max_requests, shares=settings.callers.have_shares, several_fleets=bool(further))
+    answers, if it is to be served. `further`: models beside that of `settings`. `responses`: None stores none.
+    `keys`: a ring that may change later; by default it has those of `settings`."""
+    keys = keys or KeyRing(settings.keys)
+    rate_limiter = RateLimiter(keys, limits)
+    in_progress = InProgress(settings.max_requests, keys, several_fleets=bool(further))
     memory = memory or PendingMemory()
     service = ApiService(settings, dispatcher, text, in_progress, rate_limiter, memory=memory)
     models = ServedModels(service, further)
@@ -88,7 +91,7 @@ def create_app(
     named = AuthMiddleware(
         app,
         _endpoints(app, OPERATION_BY_PATH),
-        keys=KeyRing(settings.api_keys, settings.callers),
+        keys=keys,
         router_id=settings.router_id,
         root_path=settings.root_path,
         metrics=metrics or RequestMetrics(settings.model_name),

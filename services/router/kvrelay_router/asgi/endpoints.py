@@ -194,7 +194,7 @@ class TokenEndpoints:
     async def detokenize(self, http: Request) -> Response:
         service, content = await self._read(http)
         request = parse(DetokenizeTokens, content)
-        check_token_ids(request.tokens, known_limits(service.dispatcher), "tokens")
+        check_token_ids(request.tokens, await known_limits(service.dispatcher), "tokens")
         text = await service.text.decode(request.tokens, skip_special_tokens=request.skip_special_tokens)
         return json_response({"prompt": text})
 

@@ -9,7 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvrelay_router.access.identity import KeyRing, name_request
+from kvrelay_router.access.identity import name_request
+from kvrelay_router.access.key_ring import KeyRing
 from kvrelay_router.http.body import BODY, BodyBytes, PendingMemory
 from kvrelay_router.http.error_response import error_response, is_anthropic
 from kvrelay_router.openai.delivery import as_api_error
@@ -93,7 +94,7 @@ class AuthMiddleware:
         finally:
             body.release()
             if timings is not None:
-                self._metrics.ended(timings, names.unique)
+                self._metrics.ended(timings, state["names"])
 
 
 def _in_one_piece(send: Send) -> Send:

@@ -132,6 +132,7 @@ class SequenceAttempts:
         self._awaits_lost = ""  # the cause to retry for, while AwaitLostWorkers is in effect
         self._workers = AssignedWorkers()
         self._avoid: set[str] = set()  # workers on which earlier attempts failed
+        self._hands_over = True  # False: no decode worker could take the KV of the attempt before
 
     def handle(self, event: Event) -> list[Instruction]:
         """Raises IllegalEvent, and changes nothing, if the event has no entry in the table or contradicts the past."""
@@ -344,6 +345,7 @@ class SequenceAttempts:
         self._avoid.add(worker.peer_id)
         if self._workers.has_no_decode:  # the fault may be prefill's, or that of any worker it could not reach
             self._avoid |= {worker_id for worker_id, _ in self._workers.excluded}
+        self._hands_over = not self._workers.has_no_decode or self._workers.decode_returned
         self._workers = AssignedWorkers()
         self._has_tokens = self.is_streaming = False
         self.num_resumed = num_output
@@ -352,16 +354,18 @@ class SequenceAttempts:
         if self._budget.is_exhausted:
             self._awaits_lost = cause
             return [*instructions, AwaitLostWorkers(cause)]
-        delay_s = 0.0 if counts else self._budget.pause_s
-        search = FindPlacement(self.attempt, cause, frozenset(self._avoid), delay_s, self._budget.is_suspect)
-        return [*instructions, search]
+        return [*instructions, self._search(cause, 0.0 if counts else self._budget.pause_s)]
+
+    def _search(self, cause: str, delay_s: float = 0.0) -> FindPlacement:
+        avoid = frozenset(self._avoid)
+        return FindPlacement(self.attempt, cause, avoid, delay_s, self._budget.is_suspect, self._hands_over)
 
     def _worker_back(self, event: WorkerBack) -> list[Instruction]:
         self._budget.worker_returned(worker_key(event.worker))
         if not self._awaits_lost or self._budget.is_exhausted:
             return []
         cause, self._awaits_lost = self._awaits_lost, ""
-        return [FindPlacement(self.attempt, cause, frozenset(self._avoid), is_suspect=self._budget.is_suspect)]
+        return [self._search(cause)]
 
     def _fail(self, kind: FailureKind, cause: str) -> list[Instruction]:
         self.state = AttemptState.FAILED

@@ -235,6 +235,7 @@ class AttemptDriver:
         served_by = running.served_by
         served_by.prefill = prefill.peer_id if prefill is not None else None
         served_by.decode = decode.peer_id if decode is not None else None
+        served_by.num_attempts = max(served_by.num_attempts, attempts.attempt)
         served_by.describe_route = partial(as_json, decision)
         self._note_numerics(sequence, is_retry=bool(cause))
         timeout_s = max(0.0, running.deadline - time.monotonic())
@@ -315,6 +316,7 @@ class AttemptDriver:
             num_output=num_output,
             needs_decode=sequence.attempts.needs_decode(num_output),
             avoid=search.avoid,
+            hands_over=search.hands_over,
             numerics=next(iter(sequence.running.served_by.numerics), ""),
         )
         if not isinstance(decision, Decision):

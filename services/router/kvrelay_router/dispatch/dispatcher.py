@@ -8,6 +8,7 @@ Everything runs on one event loop. Each event is handled completely before the n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -99,11 +100,12 @@ class RouterDispatcher:
             self.view,
             list_workers,
             self.messenger.send,
-            self._driver.place_waiting,
+            self._fleet_changed,
             static=static,
             registry_interval_s=self.settings.registry_interval_s,
             status_interval_s=self.settings.status_interval_s,
         )
+        self._has_met_worker = asyncio.Event()
         self._records = RequestRecords(max(RECENT_REQUESTS, 2 * self.settings.max_requests))
         self._running: dict[RunningRequest, asyncio.TimerHandle] = {}  # value: the deadline's timer
         self._sequences: dict[tuple[str, int], ActiveSequence] = {}
@@ -154,6 +156,14 @@ class RouterDispatcher:
         """Returns None while no worker is known."""
         return self.view.limits(time.monotonic())
 
+    async def first_limits(self) -> ModelLimits | None:
+        """As `limits`, but waits for the first worker, for `max_wait_for_worker_s` at most."""
+        if self.limits() is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.settings.max_wait_for_worker_s):
+                    await self._has_met_worker.wait()
+        return self.limits()
+
     def ready(self) -> bool:
         """Returns whether a request could be placed at this moment."""
         return self._is_accepting and self._placement.is_possible()
@@ -201,8 +211,7 @@ class RouterDispatcher:
     def _submit_waiting(
         self, request: GenerateRequest, prompt: PromptPrefixes, reason: str, deadline_s: float
     ) -> RunningRequest:
-        """The request waits for a worker, if the router has met any: until then nothing is known about the model."""
-        if not self.settings.max_wait_for_worker_s or self.limits() is None:
+        if not self.settings.max_wait_for_worker_s:
             self._counts.add("refused", request.owner)
             raise NoWorkerReady(reason)
         running = self._begin(request, prompt)
@@ -400,6 +409,11 @@ class RouterDispatcher:
     def _deadline_passed(self, running: RunningRequest) -> None:
         reason = f"the request did not finish within {running.request.timeout_s:g} s"
         self._end(running, "timed_out", RequestFailed(reason, FailureKind.DEADLINE))
+
+    def _fleet_changed(self) -> None:
+        if not self._has_met_worker.is_set() and self.limits() is not None:
+            self._has_met_worker.set()
+        self._driver.place_waiting()
 
     def _on_state(self, worker: KnownWorker, state: WorkerState, reason: str) -> None:
         level = logging.WARNING if state is WorkerState.INCOMPATIBLE else logging.INFO

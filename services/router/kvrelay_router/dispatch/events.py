@@ -167,7 +167,7 @@ class FindPlacement(msgspec.Struct, frozen=True):
     """Choose workers for a new attempt after `delay_s`, then report `WorkersAssigned` or `PlacementFailed`.
 
     Workers in `avoid` are chosen only if there are no others. `is_suspect`: several workers were lost with the
-    sequence.
+    sequence. `hands_over`: False if decode must compute the prompt alone, since a handoff has failed.
     """
 
     attempt: int
@@ -175,6 +175,7 @@ class FindPlacement(msgspec.Struct, frozen=True):
     avoid: frozenset[str]
     delay_s: float = 0.0
     is_suspect: bool = False
+    hands_over: bool = True
 
 
 class AwaitLostWorkers(msgspec.Struct, frozen=True):

@@ -96,6 +96,7 @@ class ServedBy:
 
     prefill: str | None = None
     decode: str | None = None
+    num_attempts: int = 0  # of the sequence with the most
     numerics: list[str] = field(default_factory=list)  # of the workers of all attempts, in order of first use
     describe_route: Callable[[], dict[str, Any]] = dict  # the routing decision with its reasons, JSON-ready
 

@@ -187,11 +187,13 @@ class Placement:
         needs_decode: bool,
         num_output: int = 0,
         avoid: frozenset[str] = frozenset(),
+        hands_over: bool = True,
         numerics: str = "",
         deadline_s: float | None = None,
     ) -> Decision | NoPlacement:
         """Chooses workers for a new attempt. `num_output` are tokens of earlier attempts, computed again as prompt.
-        `numerics`: of these attempts; workers with the same are preferred.
+        `hands_over`: False after a handoff that failed. `numerics`: of earlier attempts; workers with the same are
+        preferred.
 
         If the policy's choice is expected to miss `deadline_s`, the fastest placement is used. Raises TooLate if the
         fastest one is expected to miss it, too. Without measured speeds, no request is refused.
@@ -207,6 +209,7 @@ class Placement:
             needs_decode=needs_decode,
             ordinal=self._next_ordinal(),
             avoid=avoid,
+            hands_over=hands_over,
             numerics=numerics,
             local_prefill_tokens=self._local_prefill_tokens,
             affinity=prompt.affinity if self._policy == "sticky" else "",

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request
 
 from kvrelay.config.router import MAX_BODY_BYTES, RouterConfig
-from kvrelay.config.table_files import OwnKeyLimits
 from kvrelay.excerpts import quoted
-from kvrelay.fleet.key_limits import KeyLimits
 from kvrelay.grammar.grammar_compiler import GrammarError
 from kvrelay.protocol.sampling import Grammar, GrammarKind
 from kvrelay.text.chat_template import ChatTemplateError, Message
 from kvrelay.text.request.api_error import ApiError, context_length_exceeded, no_worker_ready
 from kvrelay.text.request.validation import ModelLimits
 from kvrelay.text.service import ChatOptions, TextService, TextTooLong
-from kvrelay_router.access.identity import Callers, RequestNames
-from kvrelay_router.access.rate_limiter import InProgress, KeyRules, RateLimiter
+from kvrelay_router.access.identity import RequestNames
+from kvrelay_router.access.key_ring import AcceptedKeys
+from kvrelay_router.access.rate_limiter import InProgress, RateLimiter
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import GenerateRequest
 from kvrelay_router.http.body import PendingMemory, read_json_object
@@ -38,16 +37,13 @@ class ApiSettings:
 
     model_names: tuple[str, ...]
     router_id: str = "router"
-    api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()  # origins of web pages that may call the API; "*" allows all
     root_path: str = ""  # a proxy's prefix of all paths
     max_body_bytes: int = MAX_BODY_BYTES
     max_answer_bytes: int = 64 << 20
     request_timeout_s: float = 600.0
     max_requests: int = 1024  # maximum requests in progress; further ones get 429
-    key_rules: KeyRules = field(default_factory=KeyRules)
-    own_key_rules: Mapping[str, KeyRules] = field(default_factory=dict)  # replaces `key_rules` for single keys
-    callers: Callers = field(default_factory=Callers)
+    keys: AcceptedKeys = field(default_factory=AcceptedKeys)  # those of the start
     max_sequences: int = 1024  # maximum prompts times choices of one HTTP request
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -56,35 +52,16 @@ class ApiSettings:
         return cls(
             model_names=config.model_names,
             router_id=config.router_id,
-            api_keys=tuple(key.get_secret_value() for key in (*config.api_keys, *config.admin_api_keys)),
             allowed_origins=config.allowed_origins,
             root_path=config.root_path,
             request_timeout_s=config.request_timeout_s,
             max_requests=config.max_queued_requests,
-            key_rules=KeyRules(
-                KeyLimits(config.key_requests_per_minute, config.key_burst, config.key_concurrency),
-                config.key_least_priority,
-            ),
-            own_key_rules={key: _own_rules(config, each) for key, each in config.own_key_limits().items()},
-            callers=Callers.from_config(config),
+            keys=AcceptedKeys.of(config),
         )
 
     @property
     def model_name(self) -> str:
         return self.model_names[0]
-
-
-def _own_rules(config: RouterConfig, own: OwnKeyLimits) -> KeyRules:
-    """The rules of a key with its own entry. Fields that the entry leaves out have the common values."""
-    given = own.model_fields_set
-    return KeyRules(
-        KeyLimits(
-            own.requests_per_minute if "requests_per_minute" in given else config.key_requests_per_minute,
-            own.burst if "burst" in given else config.key_burst,
-            own.concurrency if "concurrency" in given else config.key_concurrency,
-        ),
-        own.least_priority if "least_priority" in given else config.key_least_priority,
-    )
 
 
 class RequestAliases:
@@ -167,9 +144,9 @@ def check_model(settings: ApiSettings, model: str) -> None:
         raise model_not_found(model)
 
 
-def known_limits(dispatcher: RouterDispatcher) -> ModelLimits:
-    """Returns the model's limits. Raises 503 while no worker is known."""
-    limits = dispatcher.limits()
+async def known_limits(dispatcher: RouterDispatcher) -> ModelLimits:
+    """Returns the model's limits, which the first worker tells. Raises 503 if none comes."""
+    limits = await dispatcher.first_limits()
     if limits is None:
         raise no_worker_ready("No worker is ready", 1.0)
     return limits

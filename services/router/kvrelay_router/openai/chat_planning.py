@@ -55,7 +55,7 @@ async def plan_chat(
     """
     request = requests[0]
     fields = _endpoint_fields(service, request, output, prompt_param)
-    limits = check_request(service, names, request)
+    limits = await check_request(service, names, request)
     _check_tools(service, request)
     check_tool_schemas(request.defined_tools)
     _check_reasoning(service, request)

@@ -45,7 +45,7 @@ async def plan_completion(
 ) -> tuple[Plan, list[DecodedPrompt]]:
     """The plan, and the prompts' texts if the answer begins with them. Raises ApiError for every mistake in the
     request."""
-    limits = check_request(service, names, request)
+    limits = await check_request(service, names, request)
     num_each = max(request.num_sequences, request.best_of or 1)
     if len(request.prompt) * num_each > service.settings.max_sequences:
         raise too_many_completions(service.settings.max_sequences)

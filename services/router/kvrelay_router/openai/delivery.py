@@ -99,6 +99,7 @@ class GenerationResponse(Response):
         answer = self._answer
         add, own_stream = (answer.add, stream) if answer.is_stream else (answer.keep, None)
         with await Generation(self._service.dispatcher, self._runs, add, own_stream).submit() as generation:
+            self._timings.served = generation.served_by()
             events = b""
             while not generation.is_over:
                 needs_sign = await generation.wait(LIFE_SIGN_INTERVAL_S if answer.is_stream else None)

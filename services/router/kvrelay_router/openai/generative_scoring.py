@@ -74,7 +74,7 @@ def parse_scoring(content: dict[str, Any], max_items: int) -> ScoringRequest:
 
 async def plan_scoring(service: ApiService, names: RequestNames, request: ScoringRequest) -> Plan:
     """A run for each item, of one token. Raises ApiError for every mistake in the request."""
-    longest, share = known_limits(service.dispatcher).max_model_len, LoopShare()
+    longest, share = (await known_limits(service.dispatcher)).max_model_len, LoopShare()
     query = await _tokens(service.text, request.query, "query", longest, special=request.add_special_tokens)
     prompts: list[list[int]] = []
     for item in request.items:

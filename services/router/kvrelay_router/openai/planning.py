@@ -66,11 +66,11 @@ class EndpointFields(msgspec.Struct, frozen=True, kw_only=True):
     is_parsed: bool = False  # reasoning or tool calls are looked for in the output
 
 
-def check_request(service: ApiService, names: RequestNames, request: GenerationFields) -> ModelLimits:
+async def check_request(service: ApiService, names: RequestNames, request: GenerationFields) -> ModelLimits:
     """Checks everything that needs no prompt tokens. Returns the model's limits; raises ApiError."""
     check_model(service.settings, request.model)
     service.rate_limiter.check_priority(names.caller.key, request.priority)
-    limits = known_limits(service.dispatcher)
+    limits = await known_limits(service.dispatcher)
     check_vocabulary(request, limits)
     return limits
 

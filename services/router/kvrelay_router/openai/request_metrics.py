@@ -5,12 +5,16 @@ While a request runs only its first and last token are timed. Everything else is
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvrelay.telemetry.metrics import Instruments, Labels
 from kvrelay.telemetry.tracer import TraceContext, Tracer, new_trace, parse_traceparent
+from kvrelay_router.access.identity import RequestNames
+from kvrelay_router.dispatch.interface import ServedBy
 from kvrelay_router.http.body import CLIENT_GONE
 from kvrelay_router.openai.generation import PromptRun
 
@@ -27,6 +31,10 @@ OPERATION_BY_PATH = {
 """The measured paths, with the name of their operation in OpenTelemetry's conventions."""
 
 PROVIDER = "kvrelay"
+MOST_KEY_NAMES = 200
+"""Further keys are counted together, so that metrics stay bounded."""
+
+access_log = logging.getLogger("kvrelay.access")
 
 # The buckets that the conventions recommend:
 # https://github.com/open-telemetry/semantic-conventions-genai/blob/main/docs/gen-ai/gen-ai-metrics.md
@@ -53,11 +61,28 @@ class RequestTimings:
     status: int = 0
     error: str = ""
     runs: Sequence[PromptRun] = ()
+    served: Sequence[ServedBy] = ()
 
     def got_tokens(self) -> None:
         """Times the first tokens."""
         if self.first_token is None:
             self.first_token = time.monotonic()
+
+
+class Usage(NamedTuple):
+    """Tokens of a request, over all its prompts and choices. Cached ones are among the input."""
+
+    input: int
+    cached: int
+    output: int
+
+    @classmethod
+    def of(cls, runs: Sequence[PromptRun]) -> Usage:
+        return cls(
+            sum(run.request.num_prompt_tokens for run in runs),
+            sum(run.cached_tokens for run in runs),
+            sum(choice.num_tokens for run in runs for choice in run.choices),
+        )
 
 
 class RequestMetrics:
@@ -70,14 +95,20 @@ class RequestMetrics:
         instruments: Instruments | None = None,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        logs_access: bool = False,
     ) -> None:
         self._model = model
+        self._logs_access = logs_access
         self._tracer = tracer
         self._clock = clock
         instruments = instruments or Instruments()
         self._durations = instruments.family("gen_ai.server.request.duration", DURATION_S)
         self._first_tokens = instruments.family("gen_ai.server.time_to_first_token", FIRST_TOKEN_S)
         self._per_token = instruments.family("gen_ai.server.time_per_output_token", PER_TOKEN_S)
+        self._requests_of_keys = instruments.labelled_counter("kvrelay.usage.requests")
+        self._tokens_of_keys = instruments.labelled_counter("kvrelay.usage.tokens")
+        self._key_names: set[str] = set()
 
     def begin(self, path: str, traceparent: str) -> RequestTimings:
         operation = OPERATION_BY_PATH[path]
@@ -88,8 +119,9 @@ class RequestMetrics:
             context = parent or new_trace(is_sampled=False)
         return RequestTimings(operation, self._clock(), context, parent, self._model)
 
-    def ended(self, timings: RequestTimings, request_id: str) -> None:
-        """Records the metrics and the span once the answer is complete, failed or cancelled."""
+    def ended(self, timings: RequestTimings, names: RequestNames) -> None:
+        """Records the metrics, the line of the access log and the span once the answer is complete, failed or
+        cancelled."""
         now = self._clock()
         error = timings.error or (str(timings.status) if timings.status >= 400 else "")
         labels: Labels = (
@@ -104,18 +136,35 @@ class RequestMetrics:
             if num_tokens > 1:
                 last = timings.last_token if timings.last_token is not None else now
                 self._per_token(labels).record((last - timings.first_token) / (num_tokens - 1))
+        usage = Usage.of(timings.runs)
+        self._count(names.caller.name, timings.model, usage)
+        if self._logs_access:
+            _log_access(timings, names, usage, now, error)
         if self._tracer is not None and timings.context.is_sampled:
-            self._trace(self._tracer, timings, now, error, request_id)
+            self._trace(self._tracer, timings, usage, now, error, names.unique)
 
-    def _trace(self, tracer: Tracer, timings: RequestTimings, now: float, error: str, request_id: str) -> None:
+    def _count(self, key: str, model: str, usage: Usage) -> None:
+        if key not in self._key_names:
+            if len(self._key_names) >= MOST_KEY_NAMES:
+                key = "other"
+            self._key_names.add(key)
+        labels: Labels = (("key", key), ("model", model))
+        self._requests_of_keys[labels] += 1
+        for kind, number in zip(("input", "cached", "output"), usage, strict=True):
+            if number:
+                self._tokens_of_keys[*labels, ("kind", kind)] += number
+
+    def _trace(
+        self, tracer: Tracer, timings: RequestTimings, usage: Usage, now: float, error: str, request_id: str
+    ) -> None:
         choices = [choice for run in timings.runs for choice in run.choices]
         attributes: dict[str, str | int | float | tuple[str, ...]] = {
             "gen_ai.operation.name": timings.operation,
             "gen_ai.provider.name": PROVIDER,
             "gen_ai.request.model": timings.model,
-            "gen_ai.usage.input_tokens": sum(run.request.num_prompt_tokens for run in timings.runs),
-            "gen_ai.usage.cache_read.input_tokens": sum(run.cached_tokens for run in timings.runs),
-            "gen_ai.usage.output_tokens": sum(choice.num_tokens for choice in choices),
+            "gen_ai.usage.input_tokens": usage.input,
+            "gen_ai.usage.cache_read.input_tokens": usage.cached,
+            "gen_ai.usage.output_tokens": usage.output,
             "gen_ai.response.finish_reasons": tuple(choice.finish_reason or "none" for choice in choices),
             "http.response.status_code": timings.status,
             "kvrelay.request_id": request_id,
@@ -134,3 +183,24 @@ class RequestMetrics:
             attributes=attributes,
             error=error if error == CLIENT_GONE or timings.status >= 500 or timings.error else None,
         )
+
+
+def _log_access(timings: RequestTimings, names: RequestNames, usage: Usage, now: float, error: str) -> None:
+    """One line, with what text and JSON logs show as fields. Times are in milliseconds."""
+    first = timings.first_token
+    fields = {
+        "request_id": names.public,
+        "key": names.caller.name,
+        "model": timings.model,
+        "status": timings.status,
+        "error": error,
+        "input_tokens": usage.input,
+        "cached_tokens": usage.cached,
+        "output_tokens": usage.output,
+        "ttft_ms": None if first is None else round(1e3 * (first - timings.began), 1),
+        "duration_ms": round(1e3 * (now - timings.began), 1),
+        "attempts": max((each.num_attempts for each in timings.served), default=0),
+    }
+    access_log.info(
+        "%s", timings.operation, extra={name: value for name, value in fields.items() if value not in ("", None)}
+    )

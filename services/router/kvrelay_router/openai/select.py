@@ -112,7 +112,7 @@ async def plan_select(
     """The plan, and its runs by the text behind which they score the choices: the request's own, and for unconditional
     scores another. Raises ApiError for every mistake in the request."""
     fields = request.planned
-    limits = check_request(service, names, fields)
+    limits = await check_request(service, names, fields)
     if isinstance(request, SelectChat):
         param, encode = "messages", _chat_encoder(service, request, limits)
         num_before = count_chars([*request.messages, *request.options.tools], service.settings.max_body_bytes)

@@ -96,6 +96,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     needs_decode: bool  # more than one token has to be generated
     ordinal: int = 0
     avoid: frozenset[str] = frozenset()  # worker ids to use only if there are no others
+    hands_over: bool = True  # False: a handoff has failed, and might again, as while a connection is broken
     numerics: str = ""  # of the workers that served the request before; empty: none did
     local_prefill_tokens: int | None = None  # longest prompt that decode computes alone; None: the policy decides
     popularity: float = 0.0  # recent requests with the same cached prefix, see `PrefixPopularity`

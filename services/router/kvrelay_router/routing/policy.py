@@ -52,7 +52,8 @@ def decide(
     """Places a request. `arriving_blocks`: those of handoffs that are on their way.
 
     A request of one token goes to prefill alone. A short prompt goes to decode alone, and so does any prompt if no
-    prefill worker has a decode worker's fingerprint. All others go to a prefill and a decode worker.
+    prefill worker has a decode worker's fingerprint, or after a handoff that did not come about. All others go to a
+    prefill and a decode worker.
     """
     estimates = Estimates(demand, TypicalSpeeds.of(candidates), cached_blocks, arriving_blocks)
     if not demand.needs_decode and candidates.prefill:
@@ -71,6 +72,8 @@ def decide(
         missing = "no prefill worker goes with a decode worker" if candidates.prefill else "no prefill worker is ready"
         alone = _decode_alone(policy, candidates.decode, estimates, f"{missing}: decode alone")
         return msgspec.structs.replace(alone, is_fallback=True)
+    if not demand.hands_over:
+        return _decode_alone(policy, candidates.decode, estimates, "no handoff of the request came about: decode alone")
     return _both(policy, prefills, candidates.decode, estimates)
 
 

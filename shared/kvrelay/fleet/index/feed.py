@@ -228,8 +228,9 @@ class IndexFeed:
         self._answered()
         self._checked_at = now
         self._num_retired = state.num_retired
-        if state.epoch != self._epoch:
+        if self._epoch and state.epoch != self._epoch:
             raise ReplicaOutOfStep("Redis was emptied")
+        self._epoch = state.epoch  # of the first worker, if there was no index before
         self._check = state
 
     async def _follow(self) -> None:

@@ -14,7 +14,8 @@ A peer is known by its agent's name, which changes with each start. Its states:
 
 1. OPEN    its metadata is loaded and its pool's descriptors are prepared.
 2. BROKEN  a write failed or hung, and with it all waiting pieces. No more writes are posted, and pushes fail at once
-           for `retry_after_s`. A later push connects again.
+           for `retry_after_s`. A later push connects again. If the writes were only slow, as those to a process that
+           was stopped, the connection is OPEN again when the last of them is complete.
 
 UCX 1.23 sometimes never finishes a write and reports nothing, while it connects or later. So a write that is not
 complete after `stall_timeout_s`, and the time its bytes take at `slow_bytes_per_s`, breaks the connection: its pieces
@@ -76,7 +77,7 @@ class NixlSettings:
     window: int = 2
     stall_timeout_s: float = 3.0
     slow_bytes_per_s: float = 20e6
-    retry_after_s: float = 60.0
+    retry_after_s: float = 10.0
     idle_forget_s: float = 300.0
     close_timeout_s: float = 1.0
 
@@ -90,10 +91,11 @@ class NixlPeer:
     is_connected: bool = False  # a write was complete
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Broken:
     error: str
     until: float
+    has_failed: bool  # NIXL reported an error; else a write was only slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +296,7 @@ class NixlSender(SenderThread):
                 self._end(flight)
                 self._peers[flight.send.peer].is_connected = True
                 events += self.outbox.complete(flight.send.number, time.monotonic())[1]
-                self._forget_if_broken(flight.send.peer)
+                self._settle(flight.send.peer)
         return events
 
     def _writes_to(self, name: str) -> list[_PostedWrite]:
@@ -302,17 +304,18 @@ class NixlSender(SenderThread):
 
     def _stalled(self, name: str) -> list[SenderEvent]:
         error = f"a write made no progress for {self._settings.stall_timeout_s:g} s"
-        self._break(name, error)
+        self._break(name, error, has_failed=False)
         events = self.outbox.fail_peer(name, f"NIXL: {error}", time.monotonic())
         if not self._peers[name].is_connected:
             self._disconnect(name)
         return events
 
-    def _break(self, name: str, error: str) -> None:
+    def _break(self, name: str, error: str, *, has_failed: bool) -> None:
         if name not in self._broken:
             log.warning("the connection to %s is not used for %g s: %s", name, self._settings.retry_after_s, error)
-            self._broken[name] = _Broken(error, time.monotonic() + self._settings.retry_after_s)
+            self._broken[name] = _Broken(error, time.monotonic() + self._settings.retry_after_s, has_failed)
             self.counters.num_resets += 1
+        self._broken[name].has_failed |= has_failed
 
     def _end(self, flight: _PostedWrite) -> None:
         self._in_flight.remove(flight)
@@ -320,9 +323,9 @@ class NixlSender(SenderThread):
         self._agent.end(flight.write)
 
     def _failed(self, in_flight: InFlightSend, error: NixlError) -> list[SenderEvent]:
-        self._break(in_flight.peer, str(error))
+        self._break(in_flight.peer, str(error), has_failed=True)
         events = self.outbox.fail(in_flight.number, f"NIXL: {error}", time.monotonic())
-        self._forget_if_broken(in_flight.peer)
+        self._settle(in_flight.peer)
         return events
 
     def _expire(self) -> list[SenderEvent]:
@@ -341,9 +344,15 @@ class NixlSender(SenderThread):
                 del self._broken[name]
         return []
 
-    def _forget_if_broken(self, name: str) -> None:
-        if name in self._broken and name in self._peers and not self._writes_to(name):
+    def _settle(self, name: str) -> None:
+        """Once nothing is in flight over a broken connection, it is closed, or open again if no write failed."""
+        if name not in self._broken or name not in self._peers or self._writes_to(name):
+            return
+        if self._broken[name].has_failed:
             self._forget(name)
+        else:
+            log.info("the connection to %s is used again: its writes were slow, and are complete", name)
+            del self._broken[name]
 
     def _forget(self, name: str) -> None:
         peer = self._peers.pop(name)

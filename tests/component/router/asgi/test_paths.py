@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvrelay_router.access.identity import Caller, KeyRing
+from kvrelay_router.access.identity import Caller
+from kvrelay_router.access.key_ring import KeyRing
 from tests.component.router.rig import MODEL, Router
 
 BODY = {"model": MODEL, "prompt": "x"}

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from kvrelay.config import RouterConfig
 from kvrelay_router.access.identity import Callers
-from kvrelay_router.openai.api_service import ApiSettings
+from kvrelay_router.access.key_ring import AcceptedKeys
 
 FILE = """
 [[key]]
@@ -52,9 +52,9 @@ def test_an_admin_key_is_accepted_and_sees_all(tmp_path: Path) -> None:
     file = tmp_path / "admins"
     file.write_text("# of the operators\nsk-root\n\n")
     config = RouterConfig(api_keys=("sk-a",), admin_api_keys=("sk-admin",), admin_api_keys_file=file)
-    settings = ApiSettings.from_config(config)
-    assert settings.api_keys == ("sk-a", "sk-admin", "sk-root")
-    assert [settings.callers.of(key).visible_owner is None for key in settings.api_keys] == [False, True, True]
+    accepted = AcceptedKeys.of(config)
+    assert accepted.keys == ("sk-a", "sk-admin", "sk-root")
+    assert [accepted.callers.of(key).visible_owner is None for key in accepted.keys] == [False, True, True]
     with pytest.raises(ValidationError, match="admin_api_keys_file: cannot read"):
         RouterConfig(admin_api_keys_file=tmp_path / "none")
 

@@ -15,6 +15,7 @@ from kvrelay.text.request.api_error import ApiError
 from kvrelay.text.request.generation_fields import GenerationFields
 from kvrelay.text.request.validation import RequestedOutput
 from kvrelay_router.access.identity import Caller
+from kvrelay_router.access.key_ring import AcceptedKeys, KeyRing
 from kvrelay_router.access.rate_limiter import InProgress
 from kvrelay_router.dispatch.interface import RequestFailed
 from kvrelay_router.openai.api_service import ApiSettings
@@ -33,6 +34,9 @@ def num_admitted(in_progress: InProgress, stack: ExitStack, tenant: str, weight:
         admitted += 1
 
 
+SEVERAL = KeyRing(AcceptedKeys.of(RouterConfig(api_keys=(SecretStr("one"), SecretStr("two")))))
+
+
 def test_without_tenants_one_client_gets_all_places_and_gives_them_back() -> None:
     in_progress = InProgress(5)
     for _ in range(2):
@@ -48,7 +52,7 @@ def test_a_refusal_is_429() -> None:
 
 
 def test_a_flood_leaves_places_for_others() -> None:
-    in_progress = InProgress(90, shares=True)
+    in_progress = InProgress(90, SEVERAL)
     with ExitStack() as stack:
         assert num_admitted(in_progress, stack, "flood") == 80
         assert num_admitted(in_progress, stack, "light") >= 8
@@ -67,7 +71,7 @@ def test_a_fleet_that_stalls_leaves_places_for_others() -> None:
 
 
 def test_a_tenant_may_flood_one_fleet_and_not_all() -> None:
-    in_progress = InProgress(90, shares=True, several_fleets=True)
+    in_progress = InProgress(90, SEVERAL, several_fleets=True)
     with ExitStack() as stack:
         assert num_admitted(in_progress, stack, "flood", fleet="a") >= 70
         assert num_admitted(in_progress, stack, "light", fleet="a") >= 1
@@ -79,7 +83,7 @@ def test_a_tenant_may_flood_one_fleet_and_not_all() -> None:
 def test_never_more_than_the_limit_and_a_tenant_with_none_gets_a_free_place(
     limit: int, arrivals: list[tuple[str, float]]
 ) -> None:
-    in_progress = InProgress(limit, shares=True)
+    in_progress = InProgress(limit, SEVERAL)
     admitted: set[str] = set()
     with ExitStack() as stack:
         for tenant, weight in arrivals:
@@ -174,7 +178,7 @@ def test_settings_come_from_the_config() -> None:
     )
     settings = ApiSettings.from_config(config)
     assert settings.model_name == "org/name"
-    assert settings.api_keys == ("one", "two")
+    assert settings.keys.keys == ("one", "two")
     assert (settings.request_timeout_s, settings.max_requests) == (7.0, 5)
 
 

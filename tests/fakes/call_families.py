@@ -58,11 +58,39 @@ def _llama(calls: Sequence[Call]) -> str:
     return "; ".join(f'{{"name": "{name}", "parameters": {_json(arguments)}}}' for name, arguments in calls)
 
 
-def _qwen3_coder(calls: Sequence[Call]) -> str:
+def _granite(calls: Sequence[Call]) -> str:
+    return "<|tool_call|>" + _json([{"name": name, "arguments": arguments} for name, arguments in calls])
+
+
+def _minimax_m2(calls: Sequence[Call]) -> str:
+    written = []
+    for name, arguments in calls:
+        values = [f'<parameter name="{key}">{_xml_value(value)}</parameter>\n' for key, value in arguments.items()]
+        written.append(f'<invoke name="{name}">\n{"".join(values)}</invoke>')
+    return "<minimax:tool_call>\n" + "\n".join(written) + "\n</minimax:tool_call>"
+
+
+def _deepseek_v32(calls: Sequence[Call]) -> str:
+    mark, written = "｜DSML｜", []  # noqa: RUF001
+    for name, arguments in calls:
+        values = [
+            f'<{mark}parameter name="{key}" string="{str(isinstance(value, str)).lower()}">{_xml_value(value)}'
+            f"</{mark}parameter>\n"
+            for key, value in arguments.items()
+        ]
+        written.append(f'<{mark}invoke name="{name}">\n{"".join(values)}</{mark}invoke>')
+    return f"<{mark}function_calls>\n" + "\n".join(written) + f"\n</{mark}function_calls>"
+
+
+def _seed_oss(calls: Sequence[Call]) -> str:
+    return _qwen3_coder(calls, "seed:tool_call")
+
+
+def _qwen3_coder(calls: Sequence[Call], tag: str = "tool_call") -> str:
     written = []
     for name, arguments in calls:
         values = [f"<parameter={key}>\n{_xml_value(value)}\n</parameter>\n" for key, value in arguments.items()]
-        written.append(f"<tool_call>\n<function={name}>\n{''.join(values)}</function>\n</tool_call>")
+        written.append(f"<{tag}>\n<function={name}>\n{''.join(values)}</function>\n</{tag}>")
     return "\n".join(written)
 
 
@@ -121,6 +149,7 @@ def _harmony(calls: Sequence[Call]) -> str:
     return "<|call|><|start|>assistant".join(messages)
 
 
+_PARAMETERS = ("<parameter=", "<parameter=city>", "</parameter>", ">")
 SYNTAX = ('"', "'", "{", "}", "[", "]", "(", ")", ":", ",", "=", "\\", "\n", " ", "\\u00e9", "1", "None", "é🦦", "x")
 _XML = ("<tool_call>", "</tool_call>", "weather", "\n")
 _DEEPSEEK: tuple[str, ...] = ("```json\n", "```", "function", "now\n", '{"city": "é')
@@ -155,6 +184,31 @@ FAMILIES = {
         _qwen3_coder,
         (*_XML, "<function=", "<function=now>", "</function>", "<parameter=", "<parameter=city>", "</parameter>", ">"),
     ),
+    "seed_oss": Family(
+        "seed_oss",
+        _seed_oss,
+        ("<seed:tool_call>", "</seed:tool_call>", "weather", "\n", "<function=now>", "</function>", *_PARAMETERS),
+    ),
+    "minimax_m2": Family(
+        "minimax_m2",
+        _minimax_m2,
+        (
+            *("<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="', '<invoke name="now">', "</invoke>"),
+            *('<parameter name="', '<parameter name="city">', "</parameter>", '">', "weather", "\n"),
+        ),
+    ),
+    "deepseek_v32": Family(
+        "deepseek_v32",
+        _deepseek_v32,
+        tuple(
+            piece.replace("|", "｜DSML｜")  # noqa: RUF001
+            for piece in (
+                *("<|function_calls>", "</|function_calls>", '<|invoke name="', '<|invoke name="now">', "</|invoke>"),
+                *('<|parameter name="city" string="true">', "</|parameter>", '">', '" string="false">', "now", "\n"),
+            )
+        ),
+    ),
+    "granite": Family("granite", _granite, ("<tool_call>", '{"name": "now", "arguments": ', "now", "[", "]")),
     "glm45": Family(
         "glm45", _glm45, (*_XML, "<arg_key>", "city", "days", "</arg_key>", "<arg_value>", "</arg_value>", "now\n")
     ),
@@ -168,3 +222,6 @@ FAMILIES = {
     "llama4": Family("pythonic", _llama4, ("now()", "<|python_end|>", "<|python_start|>[", "tags=[", '"""', "True")),
     "harmony": Family("harmony", _harmony, _HARMONY),
 }
+
+UNWRITTEN = ("mistral_bare", "llama4", "deepseek_v32")
+"""The parsers read these, but grammars write another form, or none."""

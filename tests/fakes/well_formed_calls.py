@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kvrelay.text.output_parsing.argument_values import ANY_TYPE, types_of, written_json
+from kvrelay.text.output_parsing.argument_values import ANY_TYPE, STRING, types_of, written_json
 from tests.fakes.call_families import TOOLS, Call
 
 SPACES = r"[ \t\n\r]*"
@@ -117,7 +117,7 @@ def _deepseek(text: str) -> Iterator[Call]:
     for found in re.finditer(rf"{begin}\s*{NAME}\s*{separator}{SPACES}(?={{)", text):
         yield from _object_at(text, found[1], found.end(), SPACES + end)
     for found in re.finditer(
-        rf"{begin}\s*[A-Za-z0-9_.:/-]+\s*{separator}{SPACES}{NAME}[ \t]*\n{SPACES}```json{SPACES}", text
+        rf"{begin}\s*[A-Za-z0-9_.:/-]+\s*{separator}\s*{NAME}[^\S\n]*\n{SPACES}```json{SPACES}", text
     ):
         yield from _object_at(text, found[1], found.end(), rf"{SPACES}```{SPACES}{end}")
 
@@ -130,35 +130,61 @@ def _kimi(text: str) -> Iterator[Call]:
 
 
 def _harmony(text: str) -> Iterator[Call]:
-    header = r"to=functions\.([^\s<]+)[^<]*(?:<\|(?:channel|constrain|start)\|>[^<]*)*<\|message\|>"
+    header = r"\bto=functions\.([^\s<]+)(?:(?!<\|(?:message|end|call|return)\|>).)*<\|message\|>"
     behind = rf"{SPACES}(?:<\|(?:end|call|return|start|channel)\|>|\Z)"
-    for found in re.finditer(header + SPACES, text):
+    for found in re.finditer(header + SPACES, text, re.DOTALL):
         yield from _object_at(text, found[1], found.end(), behind)
         if re.compile(behind).match(text, found.end()):
             yield found[1], {}
 
 
-def _written(name: str, values: Sequence[tuple[str, str]]) -> Call:
+def _written(name: str, values: Sequence[tuple[str, str, str]]) -> Call:
+    """`values`: keys and texts, and whether they say that they are texts."""
     schemas = {tool.name: tool.parameters for tool in TOOLS}
     properties = schemas.get(name, {}).get("properties", {})
-    types = {key: types_of(properties[key], {}) if key in properties else ANY_TYPE for key, _ in values}
-    return name, plain({key: json.loads(written_json(value, types[key])) for key, value in values})
+    arguments = {}
+    for key, text, is_text in values:
+        types = types_of(properties[key], {}) if key in properties else ANY_TYPE
+        types = {"true": STRING, "false": (types - STRING) or ANY_TYPE}.get(is_text, types)
+        arguments[key] = json.loads(written_json(text, types))
+    return name, plain(arguments)
 
 
-def _qwen3_coder(text: str) -> Iterator[Call]:
-    end = r"</parameter>\s*(?:<parameter=|</function>|</tool_call>)|</function>\n</tool_call>\s*(?:<tool_call>|\Z)"
+def _granite(text: str) -> Iterator[Call]:
+    for found in re.finditer(rf"(?:<\|tool_call\|>|<tool_call>){SPACES}(?=\[)", text):
+        yield from _call_at(text, found.end())
+
+
+def _invocations(text: str, mark: str, key_end: str) -> Iterator[Call]:
+    end = rf"</{mark}parameter>\s*(?:<{mark}parameter name=\"|</{mark}invoke>)"
+    value = rf"<{mark}parameter name=\"(.*?){key_end}((?:(?!{end}).)*)</{mark}parameter>"
+    call = re.compile(rf"<{mark}invoke name=\"{NAME}\">((?:\s*{value})*)\s*</{mark}invoke>", re.DOTALL)
+    for found in call.finditer(text):
+        yield _written(found[1], [(key, each, kind) for key, kind, each in re.findall(value, found[2], re.DOTALL)])
+
+
+def _minimax_m2(text: str) -> Iterator[Call]:
+    return _invocations(text, "", '()">')
+
+
+def _deepseek_v32(text: str) -> Iterator[Call]:
+    return _invocations(text, "｜DSML｜", '" string="(true|false)">')  # noqa: RUF001
+
+
+def _qwen3_coder(text: str, tag: str = "tool_call") -> Iterator[Call]:
+    end = rf"</parameter>\s*(?:<parameter=|</function>|</{tag}>)|</function>\n</{tag}>\s*(?:<{tag}>|\Z)"
     value = rf"<parameter=([^>\n]*)>\n?((?:(?!{end}).)*)</parameter>"
     call = re.compile(rf"<function={NAME}\s*>((?:\s*{value})*)\s*</function>", re.DOTALL)
     for found in call.finditer(text):
         pairs = re.findall(value, found[2], re.DOTALL)
-        yield _written(found[1], [(key.strip(), each.removesuffix("\n")) for key, each in pairs])
+        yield _written(found[1], [(key.strip(), each.removesuffix("\n"), "") for key, each in pairs])
 
 
 def _glm45(text: str) -> Iterator[Call]:
     value = r"<arg_value>((?:(?!</arg_value>\s*(?:<arg_key>|</tool_call>)).)*)</arg_value>"
     pair = rf"<arg_key>((?:(?!</arg_key>|</tool_call>).)*)</arg_key>{SPACES}{value}"
     for found in re.finditer(rf"<tool_call>\s*{NAME}\s*((?:{pair}{SPACES})*)</tool_call>", text, re.DOTALL):
-        yield _written(found[1], [(key.strip(), each) for key, each in re.findall(pair, found[2], re.DOTALL)])
+        yield _written(found[1], [(key.strip(), each, "") for key, each in re.findall(pair, found[2], re.DOTALL)])
 
 
 WORDS = {"true": True, "false": False, "null": None}
@@ -209,6 +235,10 @@ ORACLES: dict[str, Callable[[str], Iterator[Call]]] = {
     "hermes": _hermes,
     "llama3_json": _llama,
     "qwen3_coder": _qwen3_coder,
+    "seed_oss": lambda text: _qwen3_coder(text, "seed:tool_call"),
+    "minimax_m2": _minimax_m2,
+    "deepseek_v32": _deepseek_v32,
+    "granite": _granite,
     "glm45": _glm45,
     "mistral": _mistral,
     "mistral_json": _mistral,

@@ -83,17 +83,18 @@ class RouterConfig(CommonConfig):
         default="auto",
         min_length=1,
         json_schema_extra={"flags": ["--tool-call-parser"]},
-        description="how the model writes tool calls: hermes (also Qwen 2.5 and 3), qwen3_coder, llama3_json, "
-        "pythonic, mistral, mistral_json, deepseek_v3, deepseek_v31, glm45, kimi_k2, harmony; template: as its "
-        "tokenizer's response_template says; auto: as its chat template shows, or else its response_template; "
-        "none: tools are refused; a path that ends in .py: the FORMAT of that file. vLLM's and SGLang's names mean the "
-        "same here",
+        description="how the model writes tool calls: hermes (also Qwen 2.5 and 3), qwen3_coder, seed_oss, "
+        "llama3_json, pythonic, mistral, mistral_json, deepseek_v3, deepseek_v31, deepseek_v32, glm45, granite, "
+        "kimi_k2, minimax_m2, harmony; template: as its tokenizer's response_template says; auto: as its chat template "
+        "shows, or else its response_template; none: only required calls, as JSON; a path that ends in .py: the FORMAT "
+        "of that file. vLLM's and SGLang's names mean the same here",
     )
     reasoning_parser: str = Field(
         default="auto",
         min_length=1,
         description="how the model writes reasoning, which answers have apart from content: think (<think> tags), "
-        "deepseek_r1 (the same, opened or not), mistral ([THINK]), harmony, template, or a name of vLLM's or SGLang's; "
+        "deepseek_r1 (the same, opened or not), mistral ([THINK]), seed_oss (<seed:think>), harmony, template, or a "
+        "name of vLLM's or SGLang's; "
         "auto: as its chat template shows; none: reasoning is content",
     )
     access_log: bool = Field(

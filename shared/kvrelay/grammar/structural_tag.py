@@ -4,10 +4,10 @@
 `any_text`, `sequence`, `or`, `tag`, `triggered_tags`, `tags_with_separator` and `token`. Free text ends at the first
 place where what follows it stands.
 
-A `json_schema` may have its own `whitespace`. `begin`, `end` and triggers are strings, or the format `{"type": "token",
-"token": ID}` for a special token, which no text matches. If it has a `text`, free text ends before this text as well as
-before the token. A tag with `"lazy_begin": true` is taken as soon as its `begin` is there, even if free text may stand
-there too.
+A `json_schema` may have its own `whitespace`, and a `regex` another pattern, `excludes`, of texts that it does not
+match. `begin`, `end` and triggers are strings, or the format `{"type": "token", "token": ID}` for a special token,
+which no text matches. If it has a `text`, free text ends before this text as well as before the token. A tag with
+`"lazy_begin": true` is taken as soon as its `begin` is there, even if free text may stand there too.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Written:
             case {"type": "token"}:
                 return _joined(_quoted(tag_format), _quoted(end))
             case {"type": "regex", "pattern": str() as pattern}:
-                return _joined(f"/{in_slashes(lark_of_regex(pattern))}/", _quoted(end))
+                return _joined(self._regex(pattern, tag_format.get("excludes")), _quoted(end))
             case {"type": "grammar", "grammar": str() as grammar}:
                 return _joined(self._side_grammar(grammar), _quoted(end))
             case {"type": "any_text"}:
@@ -118,6 +118,14 @@ class _Written:
                 return _joined(self._separated(tag_format, separator, tags, depth), _quoted(end))
         kind = tag_format.get("type")
         raise GrammarError(f"the format {quoted(kind)} of a structural tag is malformed, or not supported")
+
+    def _regex(self, pattern: str, excludes: Any) -> str:
+        expression = f"/{in_slashes(lark_of_regex(pattern))}/"
+        if not isinstance(excludes, str):
+            return expression
+        name = f"REGEX_{len(self.rules)}"
+        self.rules.append(f"{name}: {expression} & ~/{in_slashes(lark_of_regex(excludes))}/")
+        return name
 
     def _json(self, schema: dict[str, Any] | bool, whitespace: Any) -> str:
         if not isinstance(whitespace, str):

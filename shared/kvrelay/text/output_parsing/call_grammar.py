@@ -161,10 +161,12 @@ class MarkedCallGrammar(msgspec.Struct, frozen=True, kw_only=True):
         return self._behind_reasoning(self._calls(tools, all_strict=True, is_parallel=is_parallel), GAP)
 
     def or_text(self, content: Format, tools: Sequence[Tool], *, is_parallel: bool) -> Format:
-        """The output is calls, of which those of strict tools follow their schemas, or a text with this content. If
-        calls are JSON without a marker, JSON with their keys is no such text."""
+        """The output is calls, of which those of strict tools follow their schemas, or a text with this content. What
+        begins with the marker of calls is no such text, nor, if they are JSON without one, JSON with their keys."""
         is_json, keys = content["type"] == "json_schema", self.syntax.bare_keys
         calls = self._calls(tools, all_strict=False, is_parallel=is_parallel)
+        if content["type"] == "regex" and not self.syntax.starts_output:  # the library's lexer would take it first
+            content = {**content, "excludes": _begins_with(self.syntax.openings(tools))}
         if is_json and keys is not None:
             calls["tags"] = [tag("", either([_bare_call(tool, keys) for tool in tools]), "")]
             content = {**content, "json_schema": _without_both(content["json_schema"], keys)}
@@ -218,6 +220,12 @@ class MarkedCallGrammar(msgspec.Struct, frozen=True, kw_only=True):
     def _optional(self, reasoning: Format) -> Format:
         is_open = self.thinking is not None and self.thinking.is_open
         return reasoning if is_open else either([reasoning, NOTHING])
+
+
+def _begins_with(openings: Sequence[str]) -> str:
+    """The pattern of texts that begin so, with any whitespace."""
+    choices = [r"\s*".join(["", *map(re.escape, "".join(each.split()))]) for each in openings]
+    return rf"({'|'.join(choices)})(.|\n)*"
 
 
 def _bare_call(tool: Tool, keys: tuple[str, str]) -> Format:

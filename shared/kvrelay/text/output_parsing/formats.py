@@ -31,6 +31,7 @@ from kvrelay.text.output_parsing.call_grammar import (
 from kvrelay.text.output_parsing.events import ContentText, OutputParser, Tool
 from kvrelay.text.output_parsing.json_calls import (
     DeepSeekParser,
+    GraniteParser,
     HermesParser,
     JsonArgumentsParser,
     JsonListParser,
@@ -38,7 +39,13 @@ from kvrelay.text.output_parsing.json_calls import (
     Llama3JsonParser,
     MistralParser,
 )
-from kvrelay.text.output_parsing.parameter_calls import Glm45Parser, Qwen3CoderParser
+from kvrelay.text.output_parsing.parameter_calls import (
+    DeepSeekV32Parser,
+    Glm45Parser,
+    MinimaxM2Parser,
+    Qwen3CoderParser,
+    SeedOssParser,
+)
 
 SUFFIX = ".py"
 """The suffix of the name of a file with an operator's own tool format."""
@@ -132,6 +139,18 @@ def _glm45_call(tool: Tool, is_strict: bool, marker_of: MarkerOf) -> Format:
     return sequence(text(f"{tool.name}\n"), *arguments)
 
 
+def _minimax_m2_call(tool: Tool, is_strict: bool, marker_of: MarkerOf) -> Format:
+    begin, end = MinimaxM2Parser.parameter, MinimaxM2Parser.parameter_end
+    arguments: list[Format] = []
+    if not is_strict:
+        arguments.append(_any_number(tag(begin, sequence(_NAME, tag(MinimaxM2Parser.name_end, ANY_TEXT, end)), "\n")))
+    for parameter in parameters_of(tool) if is_strict else ():
+        value = bare_value(tool, parameter, end, "<") or json_value(parameter.schema)
+        written = tag(f"{begin}{parameter.name}{MinimaxM2Parser.name_end}", value, end)
+        arguments.append(optional(parameter, sequence(written, text("\n"))))
+    return sequence(text(f"{tool.name}{MinimaxM2Parser.name_end}\n"), *arguments)
+
+
 _GLM45_MARKERS = (
     *(Glm45Parser.open, Glm45Parser.close, Glm45Parser.key, Glm45Parser.key_end),
     *(Glm45Parser.value, Glm45Parser.value_end),
@@ -157,6 +176,41 @@ TOOL_FORMATS = (
             content=_json_call("arguments", "\n{", "}\n"),
             end=HermesParser.close,
             separator="\n",
+        ),
+    ),
+    ToolFormat(
+        name="seed_oss",
+        new_parser=SeedOssParser,
+        markers=(SeedOssParser.open, SeedOssParser.close),
+        signs=((SeedOssParser.open, SeedOssParser.function),),
+        syntax=CallSyntax(begin=SeedOssParser.open, content=_qwen3_coder_call, end=SeedOssParser.close, separator="\n"),
+    ),
+    ToolFormat(
+        name="minimax_m2",
+        new_parser=MinimaxM2Parser,
+        markers=(MinimaxM2Parser.open, MinimaxM2Parser.close),
+        signs=((MinimaxM2Parser.open, MinimaxM2Parser.invoke),),
+        syntax=CallSyntax(
+            begin=MinimaxM2Parser.invoke,
+            content=_minimax_m2_call,
+            end=MinimaxM2Parser.invoke_end,
+            separator="\n",
+            around=((MinimaxM2Parser.open, MinimaxM2Parser.close), ("\n", "\n")),
+        ),
+    ),
+    ToolFormat(name="deepseek_v32", new_parser=DeepSeekV32Parser, markers=(DeepSeekV32Parser.mark,)),
+    ToolFormat(
+        name="granite",
+        new_parser=GraniteParser,
+        markers=(GraniteParser.tag,),
+        signs=((GraniteParser.tag,),),
+        foreign_signs=("<|/tool_call|>",),
+        syntax=CallSyntax(
+            begin="{",
+            content=_json_call("arguments", ""),
+            end="",
+            separator=", ",
+            around=((GraniteParser.tag, ""), ("[", "]")),
         ),
     ),
     ToolFormat(
@@ -272,6 +326,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 REASONING_FORMATS = (
     ReasoningFormat(name="think", begin="<think>", end="</think>", signs=(("</think>",),)),
+    ReasoningFormat(name="seed_oss", begin="<seed:think>", end="</seed:think>", signs=(("</seed:think>",),)),
     ReasoningFormat(name="mistral", begin="[THINK]", end="[/THINK]", signs=(("[THINK]",),)),
     ReasoningFormat(name="deepseek_r1", begin="<think>", end="</think>", signs=(), is_implied=True),
 )
@@ -280,13 +335,17 @@ OTHER_NAMES: dict[str, tuple[str | None, str | None]] = {
     "deepseek_r1": (None, "deepseek_r1"),
     "deepseek_v3": ("deepseek_v3", "think"),
     "deepseek_v31": ("deepseek_v31", None),
-    "deepseek_v4": (None, "think"),
+    "deepseek_v32": ("deepseek_v32", None),
+    "deepseek_v4": ("deepseek_v32", "think"),
     "deepseekv3": ("deepseek_v3", None),
     "deepseekv31": ("deepseek_v31", None),
+    "deepseekv32": ("deepseek_v32", None),
+    "deepseekv4": ("deepseek_v32", None),
     "gemma4": ("template", "template"),
     "glm": ("glm45", None),
     "glm45": ("glm45", "think"),
     "glm47": ("glm45", "think"),
+    "granite": ("granite", None),
     "gpt_oss": ("harmony", "harmony"),
     "holo2": (None, "deepseek_r1"),
     "interns1": (None, "think"),
@@ -296,7 +355,7 @@ OTHER_NAMES: dict[str, tuple[str | None, str | None]] = {
     "llama4_pythonic": ("pythonic", None),
     "mimo": ("qwen3_coder", "think"),
     "minimax": (None, "deepseek_r1"),
-    "minimax_m2": (None, "deepseek_r1"),
+    "minimax_m2": ("minimax_m2", "deepseek_r1"),
     "nemotron_3": (None, "think"),
     "nemotron_v3": (None, "deepseek_r1"),
     "olmo3": (None, "think"),
@@ -307,6 +366,7 @@ OTHER_NAMES: dict[str, tuple[str | None, str | None]] = {
     "qwen3": (None, "think"),
     "qwen3_thinking": (None, "deepseek_r1"),
     "qwen3_xml": ("qwen3_coder", None),
+    "seed_oss": ("seed_oss", "seed_oss"),
     "step3": (None, "deepseek_r1"),
     "step3p5": ("qwen3_coder", "deepseek_r1"),
 }

@@ -287,6 +287,18 @@ class MistralParser(JsonReader):
         return text.strip(), end
 
 
+class GraniteParser(JsonReader):
+    """Granite 3: a JSON list of calls behind a tag."""
+
+    tag, text_tag = "<|tool_call|>", "<tool_call>"
+    _opens = Markers(tag, text_tag)
+
+    def _call(self, opened: str) -> Steps[None]:
+        if (yield from self._skip_spaces()) != "[":
+            raise NoCall
+        yield from self._json_list()
+
+
 class JsonListParser(JsonReader):
     """A list of calls is all of the output."""
 

@@ -50,12 +50,11 @@ class ParameterReader(CallParser):
         self._num_arguments += 1
 
     def _argument_text(
-        self, key: str, ends: Markers, following: Mapping[str, Sequence[str]], *, in_lines: bool
+        self, key: str, types: Types, ends: Markers, following: Mapping[str, Sequence[str]], *, in_lines: bool = False
     ) -> Steps[str]:
         """Reads a value and the marker behind it, which it returns. A marker belongs to the value unless one of
         `following` comes next, or the end of the output. `in_lines`: a line break on each side is none of the value's.
         Raises Malformed at the end of the output."""
-        types = self._types(key)
         self._begin_argument(key)
         pieces = _StringPieces(self._arguments) if types == STRING else _Pieces()
         if in_lines:
@@ -149,7 +148,8 @@ class Glm45Parser(ParameterReader):
                 raise Malformed
             yield from self._skip_spaces()
             yield from self._expect(self.value)
-            yield from self._argument_text(key.strip(), self._value_ends, self._behind_values, in_lines=False)
+            key = key.strip()
+            yield from self._argument_text(key, self._types(key), self._value_ends, self._behind_values)
             yield from self._skip_spaces()
             if not (yield from self._skip(self.key)):
                 yield from self._expect(self.close)
@@ -190,7 +190,10 @@ class Qwen3CoderParser(ParameterReader):
             key, end = yield from self._short_text(self._name_ends)
             if end != ">":
                 raise Malformed
-            end = yield from self._argument_text(key.strip(), self._value_ends, self._behind_values, in_lines=True)
+            key = key.strip()
+            end = yield from self._argument_text(
+                key, self._types(key), self._value_ends, self._behind_values, in_lines=True
+            )
             if end != self.parameter_end:
                 raise Malformed
         yield from self._expect(self.function_end)
@@ -199,3 +202,77 @@ class Qwen3CoderParser(ParameterReader):
         yield from self._skip_spaces()
         if not (yield from self._skip(self.close)):
             raise NoCall
+
+
+class SeedOssParser(Qwen3CoderParser):
+    """Seed-OSS: the same in other tags."""
+
+    open, close = "<seed:tool_call>", "</seed:tool_call>"
+    _opens = Markers(open, Qwen3CoderParser.function)
+    _stop = close
+    call_end = f"{Qwen3CoderParser.function_end}\n{close}"
+    _value_ends = Markers(Qwen3CoderParser.parameter_end, call_end)
+    _behind_values: ClassVar = {
+        Qwen3CoderParser.parameter_end: (Qwen3CoderParser.parameter, Qwen3CoderParser.function_end, close),
+        call_end: (open,),
+    }
+
+
+class MinimaxM2Parser(ParameterReader):
+    """MiniMax M2: calls are elements `<invoke name="...">` in a section, with an element for each argument."""
+
+    open, close = "<minimax:tool_call>", "</minimax:tool_call>"
+    invoke, invoke_end = '<invoke name="', "</invoke>"
+    parameter, parameter_end = '<parameter name="', "</parameter>"
+    name_end = '">'
+    _opens = Markers(open)
+    _stop = close
+    _name_ends = Markers(name_end)
+    _key_ends = Markers(name_end)
+    _value_ends = Markers(parameter_end)
+    _behind_values: ClassVar = {parameter_end: (parameter, invoke_end)}
+
+    def _call(self, opened: str) -> Steps[None]:
+        yield from self._skip_spaces()
+        if not (yield from self._skip(self.invoke)):
+            raise NoCall
+        while True:
+            yield from self._invocation()
+            self._commit()
+            yield from self._skip_spaces()
+            if (yield from self._skip(opened.replace("<", "</"))):
+                return
+            if not (yield from self._skip(self.invoke)):
+                raise NoCall
+
+    def _invocation(self) -> Steps[None]:
+        name, _ = yield from self._short_text(self._name_ends)
+        self._begin_parameters(name)
+        while (yield from self._skip_spaces()) and (yield from self._skip(self.parameter)):
+            key, end = yield from self._short_text(self._key_ends)
+            types = self._types_of(key, end)
+            yield from self._argument_text(key, types, self._value_ends, self._behind_values)
+        yield from self._expect(self.invoke_end)
+        self._end_parameters()
+
+    def _types_of(self, key: str, key_end: str) -> Types:
+        return self._types(key)
+
+
+class DeepSeekV32Parser(MinimaxM2Parser):
+    """DeepSeek V3.2 and V4: the same with a mark in each tag. A parameter says whether its value is a text."""
+
+    # ruff: noqa: RUF001 - the mark has such characters
+    mark = "｜DSML｜"
+    open, open_v4, close = f"<{mark}function_calls>", f"<{mark}tool_calls>", f"</{mark}function_calls>"
+    invoke, invoke_end = f'<{mark}invoke name="', f"</{mark}invoke>"
+    parameter, parameter_end = f'<{mark}parameter name="', f"</{mark}parameter>"
+    text_end, value_end = '" string="true">', '" string="false">'
+    _opens = Markers(open, open_v4)
+    _stop = close
+    _key_ends = Markers(text_end, value_end)
+    _value_ends = Markers(parameter_end)
+    _behind_values: ClassVar = {parameter_end: (parameter, invoke_end)}
+
+    def _types_of(self, key: str, key_end: str) -> Types:
+        return STRING if key_end == self.text_end else (self._types(key) - STRING) or ANY_TYPE

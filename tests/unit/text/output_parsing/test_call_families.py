@@ -103,6 +103,11 @@ XML_ENDS = {
     "qwen3_coder": re.compile(
         r"</parameter>\s*(<parameter=|</function>|</tool_call>)|</function>\n</tool_call>\s*<tool_call>"
     ),
+    "seed_oss": re.compile(
+        r"</parameter>\s*(<parameter=|</function>|</seed:tool_call>)|</function>\n</seed:tool_call>\s*<seed:tool_call>"
+    ),
+    "minimax_m2": re.compile(r"</parameter>\s*(<parameter name=\"|</invoke>)"),
+    "deepseek_v32": re.compile(r"</｜DSML｜parameter>\s*(<｜DSML｜parameter name=\"|</｜DSML｜invoke>)"),  # noqa: RUF001
     "glm45": re.compile(r"</arg_value>\s*(<arg_key>|</tool_call>)"),
 }
 

@@ -36,6 +36,9 @@ DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ name }}<�
         (DEEPSEEK + "\\n```json", "deepseek_v3"),
         (DEEPSEEK, "deepseek_v31"),
         (KIMI, "kimi_k2"),
+        ("<seed:tool_call>\n<function={{ name }}>\n<parameter=", "seed_oss"),
+        ('<minimax:tool_call>\n<invoke name="', "minimax_m2"),
+        ("write <|tool_call|> and a JSON list", "granite"),
         ("{{ messages }}", None),
     ],
 )
@@ -77,6 +80,9 @@ def test_harmony_is_one_format_for_calls_and_reasoning() -> None:
         (("mistral", "mistral"), ("mistral", "mistral")),
         (("step3p5", "step3"), ("qwen3_coder", "deepseek_r1")),
         (("gemma4", "gemma4"), ("template", "template")),
+        (("seed_oss", "seed_oss"), ("seed_oss", "seed_oss")),
+        (("deepseek_v4", "deepseek_v4"), ("deepseek_v32", "think")),
+        (("minimax-m2", "minimax"), ("minimax_m2", "deepseek_r1")),
     ],
 )
 def test_names_of_other_servers_mean_what_they_mean_there(given: tuple[str, str], own: tuple[str, str]) -> None:
@@ -92,7 +98,7 @@ def test_every_name_in_the_table_is_of_a_parser_here() -> None:
     ("names", "message"),
     [
         (("qwen3", "auto"), "'qwen3' is no tool parser; known are auto, none, hermes, .*, and as in .*: .*qwen25"),
-        (("deepseek_v32", "auto"), "'deepseek_v32' is no tool parser"),
+        (("hunyuan_a13b", "auto"), "'hunyuan_a13b' is no tool parser"),
         (("step3", "auto"), "'step3' is no tool parser"),
         (("auto", "hermes"), "'hermes' is no reasoning parser; known are auto, none, think, .*: .*qwen3"),
         (("auto", "kimi"), "'kimi' is no reasoning parser"),

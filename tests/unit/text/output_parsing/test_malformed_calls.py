@@ -24,7 +24,7 @@ BEHIND = "\n~"
 """A text behind the calls, so that none of them is cut by the end of the output."""
 ALONE = ("pythonic", "llama4")
 """Nothing may stand behind their calls."""
-OPEN = (*ALONE, "qwen3_coder", "glm45")
+OPEN = (*ALONE, "qwen3_coder", "seed_oss", "minimax_m2", "deepseek_v32", "glm45")
 """A value of them without an end goes on to the end of the output."""
 UNTYPED = [Tool(name="weather"), Tool(name="now")]
 
@@ -143,6 +143,12 @@ def test_pythonic_calls_mean_what_python_means(text: str, arguments: Any) -> Non
         ("glm45", "<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>a</arg_value>\ntext</tool_call>"),
         ("glm45", "<tool_call>f\n<arg_key>city</arg_key>\ntext\n</tool_call>"),
         ("glm45", "<tool_call>f g\n</tool_call>"),
+        (
+            "minimax_m2",
+            '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1</parameter>\n</minimax:tool_call>',
+        ),
+        ("minimax_m2", '<minimax:tool_call>\n<invoke name="f">\ntext\n</invoke>\n</minimax:tool_call>'),
+        ("granite", '<|tool_call|>[{"name": "f", "arguments": {}}, 1]'),
         ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1,}'),
         ("mistral", "[TOOL_CALLS]f[ARGS][1]"),
         ("mistral_json", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "f", "arguments": 1}]'),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from kvrelay.protocol.messages import SequenceUsage
 from kvrelay.protocol.packed_logprobs import CollectedLogprobs
@@ -57,6 +58,19 @@ def join_deltas(deltas: list[SequenceDelta]) -> SequenceDelta:
     return SequenceDelta(
         first.sequence, token_ids, logprobs or (), first.prompt_logprobs, cached_tokens, last.finish, usage, last.texts
     )
+
+
+def single_tokens(delta: SequenceDelta) -> list[SequenceDelta]:
+    """Returns a delta for each token, if tokens have log-probabilities."""
+    if len(delta.logprobs) < 2:
+        return [delta]
+    parts = [
+        SequenceDelta(delta.sequence, [token_id], [entry])
+        for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=True)
+    ]
+    parts[0] = replace(parts[0], prompt_logprobs=delta.prompt_logprobs, cached_tokens=delta.cached_tokens)
+    parts[-1] = replace(parts[-1], finish=delta.finish, usage=delta.usage)
+    return parts
 
 
 TOOL_CALLS = "tool_calls"
@@ -113,7 +127,6 @@ class Choice:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.scored: ScoredText | None = None  # set if a search found this text
-        self.has_hidden_end = False  # true if the last token, which ended the sequence, has no text
         self.num_tokens = 0
         self.logprob_sum = 0.0
         self._detokenizer = detokenizer
@@ -167,7 +180,6 @@ class Choice:
             else:
                 self._match(text)
         if finish is not None and self.finish_reason is None:
-            self.has_hidden_end = len(visible) < len(token_ids)
             self._finish(finish, token_ids)
 
     def feed_scored(self, text: ScoredText) -> None:

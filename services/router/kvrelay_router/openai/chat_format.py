@@ -74,14 +74,20 @@ class ChatFormat(CompletionsFormat):
         opening = b"" if choice.index in self._opened else self._open(run, choice)
         if not fields and choice.finish_reason is None:
             return opening
+        if "tool_calls" in fields and choice.finish_reason is not None:
+            # OpenAI's client reports the last call as complete only if an earlier chunk began it. The last
+            # chunk has the records of the tokens.
+            details = {**self._details(TokenRecords()), "finish_reason": None}
+            opening += self._event(run, _content(choice, fields, details))
+            fields = {}
         records = choice.take_records()
-        if fields and choice.finish_reason is not None and ("tool_calls" in fields or self._request.logprobs):
-            # The last chunk is the end alone. OpenAI's client reports the last call as complete only if an earlier
-            # chunk began it. Other clients take the texts of a chunk's tokens for its content.
-            last = records.take_last() if choice.has_hidden_end else TokenRecords()
+        if "content" in fields and len(records.logprobs) > 1:
+            # The text of all but the last token was withheld. They come first, as tokens without text, because clients
+            # such as guidance take the content of a chunk for the text of its only token.
+            last = records.take_last()
             details = {**self._details(records), "finish_reason": None}
-            opening += self._event(run, _content(choice, fields, details), len(records.token_ids))
-            fields, records = {}, last
+            opening += self._event(run, _content(choice, {"content": ""}, details), len(records.token_ids))
+            records = last
         ending = choice.ending if self._has_details or choice.finish_reason is not None else {"finish_reason": None}
         details = {**self._details(records), **ending}
         return opening + self._event(run, _content(choice, fields, details), len(records.token_ids))

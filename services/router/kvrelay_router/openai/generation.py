@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvrelay.protocol.failure_kind import FailureKind
 from kvrelay.protocol.packed_logprobs import CollectedLogprobs
 from kvrelay.protocol.sampling import TokenLogprobs
-from kvrelay.text.choice import Choice, SequenceDelta
+from kvrelay.text.choice import Choice, SequenceDelta, single_tokens
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import GenerateRequest, RequestFailed, ServedBy
 from kvrelay_router.dispatch.running_request import RunningRequest
@@ -196,12 +196,14 @@ class Generation:
 class PromptSink:
     """Takes the tokens of one prompt: the `DeltaSink` of its request handle."""
 
-    __slots__ = ("_generation", "_run", "can_take", "handle", "wake")
+    __slots__ = ("_generation", "_run", "_splits", "can_take", "handle", "wake")
 
     def __init__(self, generation: Generation, run: PromptRun, handle: RunningRequest) -> None:
         self.handle = handle
         self.can_take, self.wake = generation.can_write, generation.wake
         self._generation, self._run = generation, run
+        # In a stream with log-probabilities each token gets an event: clients match events with tokens.
+        self._splits = generation.stream is not None and run.request.sampling.logprobs is not None
 
     def take(self, deltas: list[SequenceDelta]) -> None:
         """Adds the text of the tokens to the answer, and writes its events."""
@@ -216,6 +218,8 @@ class PromptSink:
     def events_of(self, deltas: list[SequenceDelta]) -> bytes:
         """Adds the text of the tokens to the answer, and returns its events."""
         events, run, generation = b"", self._run, self._generation
+        if self._splits:
+            deltas = [part for delta in deltas for part in single_tokens(delta)]
         for delta in deltas:
             choice = run.choices[delta.sequence]
             if delta.cached_tokens is not None:

@@ -77,17 +77,19 @@ async def test_logprobs(router: Router, stream: bool) -> None:
     assert content[0].top_logprobs[0].token == content[0].token
 
 
-async def test_the_tokens_of_a_chunk_of_a_stream_spell_its_content(router: Router) -> None:
-    """guidance reads the content from them."""
-    router.answers("An otter swims.")
-    stream = await router.openai.chat.completions.create(model=MODEL, messages=HELLO, logprobs=True, stream=True)
-    choices = [chunk.choices[0] async for chunk in stream]
-    *spelled, end = [choice for choice in choices if choice.logprobs is not None]
-    tokens = [[each.token for each in choice.logprobs.content or []] for choice in spelled if choice.logprobs]
-    assert ["".join(each) for each in tokens] == [choice.delta.content for choice in spelled]
-    assert "".join(map("".join, tokens)) == "An otter swims."
-    assert end.finish_reason == "stop" and not end.delta.content
-    assert end.logprobs is not None and [each.token for each in end.logprobs.content or []] == ["<|im_end|>"]
+@pytest.mark.parametrize("stop", [None, " swallows"])
+async def test_a_chunk_of_a_stream_with_logprobs_has_one_token_with_text(router: Router, stop: str | None) -> None:
+    """guidance takes the content for the text of a chunk's only token, and of several tokens their texts."""
+    router.answers("An otter swims, é 🦦 swal")
+    asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "logprobs": True, "stop": stop}
+    choices = [chunk.choices[0] async for chunk in await router.openai.chat.completions.create(**asked, stream=True)]
+    scored = [choice for choice in choices if choice.logprobs is not None and choice.logprobs.content]
+    assert all(len(choice.logprobs.content or []) == 1 for choice in scored if choice.logprobs and choice.delta.content)
+    assert "".join(choice.delta.content or "" for choice in scored) == "An otter swims, é 🦦 swal"
+    tokens = [each for choice in scored if choice.logprobs for each in choice.logprobs.content or []]
+    whole = await router.openai.chat.completions.create(**asked)
+    assert whole.choices[0].logprobs is not None and tokens == whole.choices[0].logprobs.content
+    assert tokens[-1].token == "<|im_end|>" and choices[-1].finish_reason == "stop"
 
 
 async def test_logprobs_without_alternatives(router: Router) -> None:

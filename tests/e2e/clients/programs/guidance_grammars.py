@@ -45,6 +45,9 @@ for kind in (VLLMModel, SglangModel):
     assert animal["kind"] in ("mammal", "bird") and 0 <= animal["legs"] <= 99, animal
     found = ask(model, select(["four", "none"], name="number") + " of " + gen("what", regex="[a-z]{1,8}"))
     assert found["number"] in ("four", "none") and re.fullmatch("[a-z]{1,8}", found["what"]), str(found)
+    # Characters of several tokens, whose texts the library joins.
+    found = ask(model, gen("otters", regex="(🦦|カ){1,3}"))
+    assert re.fullmatch("(🦦|カ){1,3}", found["otters"]), str(found)
     # The likeliest tokens alone: an unlucky model would open one bracket behind the other.
     found = ask(kind(**server, sampling_params={"top_k": 1}), nested())
     assert found["animal"] in ("otter", "heron"), str(found)

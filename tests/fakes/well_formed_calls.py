@@ -67,7 +67,7 @@ def _call_of(written: Any, pairs: Any) -> Call:
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         raise NotWellFormed
-    return name, plain(arguments)
+    return plain(name), plain(arguments)
 
 
 def _call_at(text: str, at: int, behind: str = "") -> Iterator[Call]:
@@ -138,6 +138,13 @@ def _harmony(text: str) -> Iterator[Call]:
             yield found[1], {}
 
 
+def _anywhere(call: re.Pattern[str], opening: str, text: str) -> Iterator[re.Match[str]]:
+    """All matches, which may overlap."""
+    for found in re.finditer(re.escape(opening), text):
+        if matched := call.match(text, found.start()):
+            yield matched
+
+
 def _written(name: str, values: Sequence[tuple[str, str, str]]) -> Call:
     """`values`: keys and texts, and whether they say that they are texts."""
     schemas = {tool.name: tool.parameters for tool in TOOLS}
@@ -159,7 +166,7 @@ def _invocations(text: str, mark: str, key_end: str) -> Iterator[Call]:
     end = rf"</{mark}parameter>\s*(?:<{mark}parameter name=\"|</{mark}invoke>)"
     value = rf"<{mark}parameter name=\"(.*?){key_end}((?:(?!{end}).)*)</{mark}parameter>"
     call = re.compile(rf"<{mark}invoke name=\"{NAME}\">((?:\s*{value})*)\s*</{mark}invoke>", re.DOTALL)
-    for found in call.finditer(text):
+    for found in _anywhere(call, f'<{mark}invoke name="', text):
         yield _written(found[1], [(key, each, kind) for key, kind, each in re.findall(value, found[2], re.DOTALL)])
 
 
@@ -175,7 +182,7 @@ def _qwen3_coder(text: str, tag: str = "tool_call") -> Iterator[Call]:
     end = rf"</parameter>\s*(?:<parameter=|</function>|</{tag}>)|</function>\n</{tag}>\s*(?:<{tag}>|\Z)"
     value = rf"<parameter=([^>\n]*)>\n?((?:(?!{end}).)*)</parameter>"
     call = re.compile(rf"<function={NAME}\s*>((?:\s*{value})*)\s*</function>", re.DOTALL)
-    for found in call.finditer(text):
+    for found in _anywhere(call, "<function=", text):
         pairs = re.findall(value, found[2], re.DOTALL)
         yield _written(found[1], [(key.strip(), each.removesuffix("\n"), "") for key, each in pairs])
 
@@ -183,7 +190,8 @@ def _qwen3_coder(text: str, tag: str = "tool_call") -> Iterator[Call]:
 def _glm45(text: str) -> Iterator[Call]:
     value = r"<arg_value>((?:(?!</arg_value>\s*(?:<arg_key>|</tool_call>)).)*)</arg_value>"
     pair = rf"<arg_key>((?:(?!</arg_key>|</tool_call>).)*)</arg_key>{SPACES}{value}"
-    for found in re.finditer(rf"<tool_call>\s*{NAME}\s*((?:{pair}{SPACES})*)</tool_call>", text, re.DOTALL):
+    call = re.compile(rf"<tool_call>\s*{NAME}\s*((?:{pair}{SPACES})*)</tool_call>", re.DOTALL)
+    for found in _anywhere(call, "<tool_call>", text):
         yield _written(found[1], [(key.strip(), each, "") for key, each in re.findall(pair, found[2], re.DOTALL)])
 
 
@@ -197,7 +205,7 @@ def _literal(node: ast.expr) -> Any:
         case ast.Name(name) if name in WORDS:
             return WORDS[name]
         case ast.UnaryOp(ast.USub(), ast.Constant(value)) if isinstance(value, int | float):
-            return -value
+            return -_literal(ast.Constant(value))
         case ast.UnaryOp(ast.UAdd(), ast.Constant(value)) if isinstance(value, int | float):
             return value
         case ast.List(values) | ast.Tuple(values):

@@ -184,6 +184,8 @@ class MarkedDialect(Dialect):
     def new_parser(self, tools: Sequence[Tool], *, begins_inside: bool, prompt_end: str = "") -> OutputParser:
         inner: OutputParser = PlainParser()
         if tools and self.tools is not None:
+            if self.tools.syntax is None:  # no grammar makes the model write calls that are well-formed
+                tools = [msgspec.structs.replace(tool, is_strict=False) for tool in tools]
             inner = self.tools.new_parser(tools)
         if self.reasoning is None:
             return inner

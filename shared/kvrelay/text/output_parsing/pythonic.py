@@ -266,7 +266,7 @@ class PythonicParser(ParameterReader):
             yield from self._unicode_escape(write)
         elif kind in _OCTAL:
             yield from self._octal_escape(write)
-        elif kind == "N":  # a character's name
+        elif kind in "N\0":  # a character's name, or what no source has
             raise Malformed
         else:
             char = _ESCAPES.get(kind, code)

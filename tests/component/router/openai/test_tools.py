@@ -99,6 +99,17 @@ async def test_reasoning_can_be_a_part_of_the_content(router: Router, per_delta:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message["content"]
 
 
+@pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "json_object"}}])
+async def test_a_call_that_joined_reasoning_quotes_is_none(router: Router, fields: dict[str, Any]) -> None:
+    output = f"<think>\nNot {CALL}.\n</think>\n\n" + "{}"
+    router.answers(output, per_delta=3)
+    joined = options(separate_reasoning=False, **fields)
+    (choice,) = (await router.post("/v1/chat/completions", **joined)).json()["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (output, "stop")
+    chunks = await router.events("/v1/chat/completions", **joined)
+    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == output
+
+
 async def test_hidden_reasoning_is_no_part_of_the_content(router: Router) -> None:
     router.answers(f"{THINKING}It rains.")
     fields = options(include_reasoning=False, separate_reasoning=False)

@@ -24,6 +24,7 @@ BEHIND = "\n~"
 """A text behind the calls, so that none of them is cut by the end of the output."""
 ALONE = ("pythonic", "llama4")
 """Nothing may stand behind their calls."""
+UNCONSTRAINED = ("deepseek_v32",)
 OPEN = (*ALONE, "qwen3_coder", "seed_oss", "minimax_m2", "deepseek_v32", "glm45")
 """A value of them without an end goes on to the end of the output."""
 UNTYPED = [Tool(name="weather"), Tool(name="now")]
@@ -63,7 +64,7 @@ def test_mutated_calls_are_well_formed_or_content(name: str) -> None:
         if name in OPEN and found and not is_object(found[-1][1]):
             found.pop()  # the output ends in a value of it
         if name in ALONE and found and not well_formed_calls(family.parser, text):
-            assert not calls_of(parsed(lambda: family.new_parser(tools), [text + "\0]"])), (seed, text)
+            assert not calls_of(parsed(lambda: family.new_parser(tools), [text + "\0" * 9 + "]"])), (seed, text)
             continue  # only its end is missing
         assert all(is_object(arguments) for _, arguments in found), (seed, text, found)
         read = [(each, json.loads(arguments)) for each, arguments in found]
@@ -214,7 +215,7 @@ def fed(family: Family, tools: Sequence[Tool], text: str) -> list[Event]:
 def test_long_calls_and_those_of_a_grammar_are_passed_on_as_they_come(name: str) -> None:
     family = FAMILIES[name]
     strict = [msgspec.structs.replace(tool, is_strict=True) for tool in TOOLS]
-    for tools, city in ((TOOLS, LONG), (strict, "Zürich, the city")):
+    for tools, city in ((TOOLS, LONG), *([(strict, "Zürich, the city")] if name not in UNCONSTRAINED else [])):
         text = family.calls([("weather", {"city": city})])
         begun = fed(family, tools, text[: text.index(city) + len(city) - 4])
         assert isinstance(begun[0], ToolCallBegun)

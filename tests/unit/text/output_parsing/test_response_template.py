@@ -140,11 +140,13 @@ def test_the_prompt_may_have_begun_the_message() -> None:
 @given(st.data())
 def test_any_text_survives_in_any_pieces(data: st.DataObject) -> None:
     pieces = ["<call>", "</call>", "{", "}", '"name": ', '"weather"', "🦦", " ", "\n", "<", "x", json_call("now", {})]
+    pieces += [', "arguments": ', "[1]", '"{}"']
     text = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=16)))
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6))
     whole = parsed(lambda: parser_of(JSON_CALLS), [text])
     cut = [text[a:b] for a, b in itertools.pairwise([0, *sorted(cuts), len(text)])]
     assert parsed(lambda: parser_of(JSON_CALLS), cut) == whole == parsed(lambda: parser_of(JSON_CALLS), list(text))
+    assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls_of(whole))
     if '"name"' not in text:
         assert content_of(whole).count("🦦") == text.count("🦦")
 

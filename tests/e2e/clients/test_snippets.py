@@ -44,7 +44,6 @@ def test_a_client_of_the_development_environment(
     assert run([sys.executable, "-c", snippet(name, system)], tmp_path).splitlines() == lines
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not PYTHON.exists(), reason=MISSING)
 @pytest.mark.parametrize(
     ("name", "lines"),
@@ -59,7 +58,6 @@ def test_a_python_client(system: ScriptedSystem, tmp_path: Path, name: str, line
     assert run([PYTHON, "-c", snippet(name, system)], tmp_path, environment).splitlines() == lines
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not (NODE_MODULES / "ai").exists(), reason=MISSING)
 def test_the_ai_sdk(system: ScriptedSystem, tmp_path: Path) -> None:
     (tmp_path / "node_modules").symlink_to(NODE_MODULES)

@@ -10,7 +10,7 @@ import re
 import string
 from collections.abc import Sequence
 
-from kvrelay import excerpts
+from kvrelay.excerpts import shortened
 from kvrelay.text.output_parsing.argument_values import IS_NUMBER, STRING, Types, in_range, quoted, written_json
 from kvrelay.text.output_parsing.call_grammar import (
     NOTHING,
@@ -52,7 +52,7 @@ def _call(tool: Tool, is_strict: bool, marker_of: MarkerOf) -> Format:
     parameters = parameters_of(tool)
     for parameter in parameters:
         if not _NAME(parameter.name):
-            raise Unconstrainable(f"{excerpts.quoted(parameter.name)} is no name of an argument in Python")
+            raise Unconstrainable(f"{shortened(repr(parameter.name))} is no name of an argument in Python")
     required = [each for each in parameters if each.is_required]
     others = [each for each in parameters if not each.is_required]
     if required:

@@ -8,14 +8,23 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from kvrelay.excerpts import quoted
 from kvrelay.text.request.api_error import wrong
-from kvrelay.text.request.parsing import COMMON, Flag, RequestModel, extension_fields, refuse_unsupported
+from kvrelay.text.request.parsing import (
+    COMMON,
+    Flag,
+    RequestModel,
+    extension_fields,
+    object_schema,
+    or_null,
+    refuse_unsupported,
+)
 from kvrelay.text.request.sampling_fields import Stop
 from kvrelay.text.service import TextService
 from kvrelay_router.openai.chat_request import MAX_PARTS, joined_parts, string_field
+from kvrelay_router.openai.tool_fields import NAME
 
 FIELD_NAMES = dict.fromkeys(("response_format", "response_format.json_schema"), "output_config.format")
 """The fields of a message, by those of the chat completion that it is converted to, if they differ."""
@@ -34,19 +43,67 @@ ChatMessage = dict[str, Any]
 TextPart = dict[str, str]
 
 
+_TEXT: dict[str, Any] = {"type": "string"}
+_TEXT_BLOCK = object_schema({"type": {"const": "text"}, "text": _TEXT}, "type", "text")
+
+
+def _content(*blocks: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema of a content of text and these blocks."""
+    return {"anyOf": [_TEXT, {"type": "array", "items": {"anyOf": [_TEXT_BLOCK, *blocks]}}]}
+
+
+_RESULT = {"type": {"const": "tool_result"}, "tool_use_id": _TEXT, "content": or_null(_content())}
+_CALL = {"type": {"const": "tool_use"}, "id": _TEXT, "name": _TEXT, "input": {"type": "object"}}
+_THOUGHT = object_schema({"type": {"const": "thinking"}, "thinking": _TEXT}, "type", "thinking")
+_HIDDEN = object_schema({"type": {"const": "redacted_thinking"}}, "type")
+_CONTENTS = {
+    "user": _content(object_schema(_RESULT, "type", "tool_use_id")),
+    "assistant": _content(object_schema(_CALL, *_CALL), _THOUGHT, _HIDDEN),
+    "system": _content(),
+}
+_MESSAGE = {
+    "anyOf": [
+        object_schema({"role": {"const": role}, "content": content}, "role", "content")
+        for role, content in _CONTENTS.items()
+    ]
+}
+_TOOL = {
+    "name": {"type": "string", "pattern": f"^{NAME.pattern}$"},
+    "input_schema": {"type": "object"},
+    "description": or_null(_TEXT),
+    "strict": or_null({"type": "boolean"}),
+    "type": {"enum": [None, "custom"]},
+}
+_TOOLS: dict[str, Any] = {"type": "array", "items": object_schema(_TOOL, "name", "input_schema")}
+_CHOICE = {
+    "anyOf": [
+        object_schema({"type": {"enum": ["auto", "any", "none"]}}, "type"),
+        object_schema({"type": {"const": "tool"}, "name": _TEXT}, "type", "name"),
+        {"type": "null"},
+    ]
+}
+_BUDGET = {"type": "integer", "minimum": 1, "exclusiveMaximum": 2**31}
+_THINKING = {"type": {"enum": ["enabled", "disabled", "adaptive", None]}, "budget_tokens": or_null(_BUDGET)}
+_FORMAT = object_schema({"type": {"const": "json_schema"}, "schema": {"type": "object"}}, "type", "schema")
+_CONFIG = {"format": or_null(_FORMAT), "effort": or_null({"type": "string", "maxLength": 64})}
+_METADATA = {"user_id": or_null({"type": "string", "maxLength": 1024})}
+
+
 class PromptFields(RequestModel):
     """The fields that determine the prompt, which are the body of POST /v1/messages/count_tokens. `messages` and
     `system` are checked when they are converted."""
 
     model: str
-    messages: list[Any] = Field(min_length=1)
-    system: Any = None
-    tools: Any = None
-    tool_choice: Any = None
-    thinking: Any = None
-    output_config: Any = None
-    output_format: Any = None
-    metadata: Any = None
+    messages: Annotated[
+        list[Any], Field(min_length=1), WithJsonSchema({"type": "array", "minItems": 1, "items": _MESSAGE})
+    ]
+    system: Annotated[Any, WithJsonSchema(or_null(_content()))] = None
+    tools: Annotated[Any, WithJsonSchema(or_null(_TOOLS))] = None
+    tool_choice: Annotated[Any, WithJsonSchema(_CHOICE)] = None
+    thinking: Annotated[Any, WithJsonSchema(or_null(object_schema(_THINKING)))] = None
+    output_config: Annotated[Any, WithJsonSchema(or_null(object_schema(_CONFIG)))] = None
+    output_format: Annotated[Any, WithJsonSchema(or_null(_FORMAT))] = None
+    metadata: Annotated[Any, WithJsonSchema(or_null(object_schema(_METADATA)))] = None
 
 
 class MessagesRequest(PromptFields):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,50 @@ from kvrelay.fleet.key_limits import OwnLimits, SharedLimits
 from kvrelay.telemetry.pages import Page
 from kvrelay.text.request.api_error import ApiError
 from kvrelay.text.request.completion_request import CompletionRequest
-from kvrelay.text.request.parsing import RequestModel
 from kvrelay.text.service import TextService
 from kvrelay_router.access.key_ring import KeyRing
 from kvrelay_router.access.rate_limiter import InProgress, RateLimiter
 from kvrelay_router.anthropic.messages_request import MessagesRequest, PromptFields
-from kvrelay_router.asgi.endpoints import DetokenizeTokens, GenerationEndpoints, TokenEndpoints, TokenizeText
-from kvrelay_router.asgi.middleware import AuthMiddleware, Endpoint
+from kvrelay_router.asgi.answers import (
+    ChatCompletion,
+    Completion,
+    DeletedResponse,
+    DetokenizedText,
+    Health,
+    InputItems,
+    Message,
+    MessageTokens,
+    Model,
+    Models,
+    Ready,
+    Requests,
+    ResponseObject,
+    ResponseTokens,
+    Scoring,
+    Selection,
+    Timelines,
+    TokenizedText,
+    Version,
+)
+from kvrelay_router.asgi.api_description import (
+    OF_RESPONSES,
+    OF_SESSION,
+    PAGE_QUERIES,
+    SESSIONS,
+    batched,
+    bodies,
+    describe,
+    operation,
+    without_model,
+)
+from kvrelay_router.asgi.endpoints import (
+    DetokenizeTokens,
+    GenerationEndpoints,
+    TokenEndpoints,
+    TokenizeChat,
+    TokenizeText,
+)
+from kvrelay_router.asgi.middleware import OPEN_PATHS, AuthMiddleware, Endpoint
 from kvrelay_router.asgi.operations import PAGE_HEADERS, OperationRoutes
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.http.body import PendingMemory
@@ -40,7 +77,7 @@ from kvrelay_router.openai.chat_request import ChatRequest
 from kvrelay_router.openai.delivery import as_api_error
 from kvrelay_router.openai.generative_scoring import ScoringRequest
 from kvrelay_router.openai.request_metrics import OPERATION_BY_PATH, RequestMetrics
-from kvrelay_router.openai.select import SelectText
+from kvrelay_router.openai.select import SelectChat, SelectText
 from kvrelay_router.responses.response_store import ResponseStore, StoredConversations
 from kvrelay_router.responses.responses_request import ResponsesRequest
 
@@ -88,6 +125,11 @@ def create_app(
     _add_api_page(app, settings.model_name)
     if metrics_page is not None:
         _add_metrics(app, metrics_page)
+    names = [name for each in models.services for name in each.settings.model_names]
+    describing = cache(partial(describe, app, names, OPEN_PATHS))
+    app.openapi = lambda: describing(  # type: ignore[method-assign]
+        _vocabulary_size(models), needs_key=bool(keys.accepted.keys)
+    )
     named = AuthMiddleware(
         app,
         _endpoints(app, OPERATION_BY_PATH),
@@ -98,6 +140,12 @@ def create_app(
         memory=memory,
     )
     return _for_web_pages(named, settings.allowed_origins) if settings.allowed_origins else named
+
+
+def _vocabulary_size(models: ServedModels) -> int | None:
+    """That of the model with the smallest vocabulary, None while no worker is known."""
+    limits = [each.dispatcher.limits() for each in models.services]
+    return min((each.vocab_size for each in limits if each is not None), default=None)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -138,52 +186,69 @@ def _for_web_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 def _add_posts(app: FastAPI, models: ServedModels, store: ResponseStore | None) -> None:
     conversations = StoredConversations(store)
     generations, tokens = GenerationEndpoints(models, conversations), TokenEndpoints(models, conversations)
-    routes: list[tuple[str, Any, type[RequestModel]]] = [
-        ("/v1/completions", generations.completion, CompletionRequest),
-        ("/v1/chat/completions", generations.chat, ChatRequest),
-        ("/v1/chat/completions/batch", generations.batched_chat, ChatRequest),
-        ("/invocations", generations.invocation, ChatRequest),
-        ("/v1/messages", generations.message, MessagesRequest),
-        ("/v1/messages/count_tokens", tokens.count_message, PromptFields),
-        ("/v1/responses", generations.response, ResponsesRequest),
-        ("/v1/responses/input_tokens", tokens.count_response, ResponsesRequest),
-        ("/v1/select", generations.select, SelectText),
-        ("/generative_scoring", generations.score, ScoringRequest),
-        ("/tokenize", tokens.tokenize, TokenizeText),
-        ("/detokenize", tokens.detokenize, DetokenizeTokens),
+    chat = operation(ChatCompletion, body=[ChatRequest], streams=True)
+    either = operation(ChatCompletion, Completion, body=[ChatRequest, CompletionRequest], streams=True)
+    response = operation(ResponseObject, body=[ResponsesRequest], streams=True, links=OF_RESPONSES)
+    routes: list[tuple[str, Any, dict[str, Any]]] = [
+        ("/v1/completions", generations.completion, operation(Completion, body=[CompletionRequest], streams=True)),
+        ("/v1/chat/completions", generations.chat, chat),
+        (
+            "/v1/chat/completions/batch",
+            generations.batched_chat,
+            batched(operation(ChatCompletion, body=[ChatRequest])),
+        ),
+        ("/invocations", generations.invocation, without_model(either)),
+        ("/v1/messages", generations.message, operation(Message, body=[MessagesRequest], streams=True)),
+        ("/v1/messages/count_tokens", tokens.count_message, operation(MessageTokens, body=[PromptFields])),
+        ("/v1/responses", generations.response, response),
+        ("/v1/responses/input_tokens", tokens.count_response, operation(ResponseTokens, body=[ResponsesRequest])),
+        ("/v1/select", generations.select, operation(Selection, body=[SelectText, SelectChat])),
+        ("/generative_scoring", generations.score, operation(Scoring, body=[ScoringRequest])),
+        ("/tokenize", tokens.tokenize, operation(TokenizedText, body=[TokenizeText, TokenizeChat])),
+        ("/detokenize", tokens.detokenize, operation(DetokenizedText, body=[DetokenizeTokens])),
     ]
-    for path, endpoint, model in routes:
-        app.add_api_route(path, endpoint, methods=["POST"], response_model=None, openapi_extra=_body_schema(model))
-    _add_get(app, "/v1/responses/{response_id}", conversations.get)
-    _add_get(app, "/v1/responses/{response_id}/input_items", conversations.input_items)
-    app.add_api_route("/v1/responses/{response_id}", conversations.delete, methods=["DELETE"], response_model=None)
+    for path, endpoint, described in routes:
+        app.add_api_route(path, endpoint, methods=["POST"], response_model=None, openapi_extra=described)
+    path = "/v1/responses/{response_id}"
+    _add_get(app, path, conversations.get, operation(ResponseObject))
+    _add_get(app, f"{path}/input_items", conversations.input_items, operation(InputItems, queries=PAGE_QUERIES))
+    deleted = operation(DeletedResponse)
+    app.add_api_route(path, conversations.delete, methods=["DELETE"], response_model=None, openapi_extra=deleted)
 
 
-def _add_get(app: FastAPI, path: str, endpoint: Any, *, is_shown: bool = True) -> None:
-    app.add_api_route(path, endpoint, methods=["GET"], response_model=None, include_in_schema=is_shown)
+def _add_get(app: FastAPI, path: str, endpoint: Any, described: dict[str, Any] | None = None) -> None:
+    """`described`: None leaves the endpoint out of the description."""
+    shown, is_shown = described or {}, described is not None
+    app.add_api_route(
+        path, endpoint, methods=["GET"], response_model=None, openapi_extra=shown, include_in_schema=is_shown
+    )
     app.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
 
 
 def _add_operations(app: FastAPI, models: ServedModels) -> None:
-    operations = OperationRoutes(models)
-    routes: list[tuple[str, Any]] = [
-        ("/v1/models", operations.models),
-        ("/v1/models/{model_id:path}", operations.model),
-        ("/health", operations.health),
-        ("/ping", operations.health),
-        ("/ready", operations.ready),
-        ("/version", operations.version),
-        ("/fleet", operations.fleet),
-        ("/dashboard", operations.dashboard),
-        ("/requests", operations.requests),
-        ("/requests/{request_id:path}/timeline", operations.timeline),
-        ("/requests/{request_id:path}", operations.request),
+    operations, health, free = OperationRoutes(models), operation(Health), operation()
+    routes: list[tuple[str, Any, dict[str, Any]]] = [
+        ("/v1/models", operations.models, operation(Models)),
+        ("/v1/models/{model_id:path}", operations.model, operation(Model)),
+        ("/health", operations.health, health),
+        ("/ping", operations.health, health),
+        ("/ready", operations.ready, operation(Ready)),
+        ("/version", operations.version, operation(Version)),
+        ("/fleet", operations.fleet, free),
+        ("/dashboard", operations.dashboard, operation(media_type="text/html")),
+        ("/requests", operations.requests, operation(Requests, queries=[OF_SESSION])),
+        ("/requests/{request_id:path}/timeline", operations.timeline, operation(Timelines)),
+        ("/requests/{request_id:path}", operations.request, free),
     ]
-    for path, endpoint in routes:
-        _add_get(app, path, endpoint)
-    app.add_api_route("/sessions", operations.end_sessions, methods=["DELETE"], response_model=None)
-    app.add_api_route("/sessions/{session}", operations.end_session, methods=["DELETE"], response_model=None)
-    app.add_api_route("/ping", operations.health, methods=["POST"], response_model=None)
+    for path, endpoint, described in routes:
+        _add_get(app, path, endpoint, described)
+    several = operation(status="204", queries=[SESSIONS])
+    for path, endpoint, described in (
+        ("/sessions", operations.end_sessions, several),
+        ("/sessions/{session}", operations.end_session, operation(status="204")),
+    ):
+        app.add_api_route(path, endpoint, methods=["DELETE"], response_model=None, openapi_extra=described)
+    app.add_api_route("/ping", operations.health, methods=["POST"], response_model=None, openapi_extra=health)
 
 
 def _add_api_page(app: FastAPI, model: str) -> None:
@@ -194,7 +259,7 @@ def _add_api_page(app: FastAPI, model: str) -> None:
             page.append(await asyncio.to_thread(lambda: api_page(app.openapi(), model)))
         return Response(page[0], media_type="text/html", headers=PAGE_HEADERS)
 
-    _add_get(app, "/docs", docs, is_shown=False)
+    _add_get(app, "/docs", docs)
 
 
 def _add_metrics(app: FastAPI, metrics_page: Callable[[], Page]) -> None:
@@ -202,14 +267,7 @@ def _add_metrics(app: FastAPI, metrics_page: Callable[[], Page]) -> None:
         page = metrics_page()
         return Response(page.body, page.status, media_type=page.content_type)
 
-    _add_get(app, "/metrics", metrics)
-
-
-@functools.cache  # a schema takes 5 to 20 ms
-def _body_schema(model: type[RequestModel]) -> dict[str, Any]:
-    """The OpenAPI entry of a body. FastAPI cannot derive it, because the endpoints read bodies themselves."""
-    schema = model.model_json_schema()
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    _add_get(app, "/metrics", metrics, operation(media_type="text/plain"))
 
 
 # -- the page /docs: endpoints and their fields, with a form that sends a request. Needs nothing from elsewhere --------
@@ -237,21 +295,20 @@ def api_page(schema: Mapping[str, Any], model: str) -> bytes:
     """The page for an OpenAPI schema. `model`: the name in the examples."""
     sections = []
     for path, methods in schema["paths"].items():
-        for method, operation in methods.items():
-            sections.append(_section(path, method.upper(), operation, model))
+        for method, described in methods.items():
+            sections.append(_section(path, method.upper(), described, model))
     text = TEMPLATE.read_text(encoding="utf-8")
     return text.replace("<!-- endpoints -->", "\n".join(sections)).encode()
 
 
-def _section(path: str, method: str, operation: Mapping[str, Any], model: str) -> str:
-    about = escape((operation.get("description") or "").split("\n")[0])
-    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
+def _section(path: str, method: str, described: Mapping[str, Any], model: str) -> str:
+    about = escape((described.get("description") or "").split("\n")[0])
     example = EXAMPLES.get(path, "{}").replace("MODEL", json.dumps(model)[1:-1]) if method == "POST" else ""
     attributes = f'data-method="{method}" data-path="{escape(path, quote=True)}"'
     parts = [f"<details {attributes}><summary><b>{method}</b> <code>{escape(path)}</code> {about}</summary>"]
-    if body is not None:
+    if rows := dict(row for body in bodies(described) for row in _rows(body)):
         parts += ["<table><thead><tr><th>Field</th><th>Type</th><th>Default</th><th>Meaning</th></tr></thead><tbody>"]
-        parts += [*_rows(body), "</tbody></table>"]
+        parts += [*rows.values(), "</tbody></table>"]
     if "{" in path:
         parts.append(f'<label>Path <input class="path" value="{escape(path, quote=True)}"></label>')
     if method == "POST":
@@ -260,12 +317,13 @@ def _section(path: str, method: str, operation: Mapping[str, Any], model: str) -
     return "".join(parts)
 
 
-def _rows(schema: Mapping[str, Any]) -> Iterator[str]:
+def _rows(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """A row for each field, by its name."""
     required = set(schema.get("required", ()))
     for name, field in schema.get("properties", {}).items():
         default = "required" if name in required else escape(repr(field["default"])) if "default" in field else ""
         cells = (f"<code>{escape(name)}</code>", escape(_type(field)), default, escape(field.get("description") or ""))
-        yield f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+        yield name, f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
 def _type(field: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Annotated, Any
 
 import orjson
-from pydantic import BeforeValidator, Field, SkipValidation
+from pydantic import BeforeValidator, Field, SkipValidation, WithJsonSchema
 
 from kvrelay.excerpts import quoted
 from kvrelay.protocol.sampling import GrammarKind
@@ -20,8 +20,10 @@ from kvrelay.text.request.parsing import (
     Flag,
     FlagOn,
     NaturalNumbers,
+    OrDefault,
     invalid,
-    or_default,
+    object_schema,
+    or_null,
     parse,
     refuse_unsupported,
     wrong_type,
@@ -142,7 +144,9 @@ def _tool_call(call: Any, index: int) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise wrong_type(f"a tool call of message {index} has no function name")
-    arguments = function.get("arguments") or {}
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str | dict | None):
+        raise wrong_type(f"the arguments of a tool call of message {index} must be JSON text or an object")
     if isinstance(arguments, str):
         if len(arguments) > MAX_ARGUMENTS_CHARS:
             raise invalid(
@@ -150,7 +154,7 @@ def _tool_call(call: Any, index: int) -> dict[str, Any]:
                 f"{MAX_ARGUMENTS_CHARS} are allowed"
             )
         arguments = arguments_of(arguments)
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**function, "arguments": arguments or {}}}
 
 
 def arguments_of(text: str) -> dict[str, Any]:
@@ -198,15 +202,54 @@ def _budget(value: Any) -> Any:
     return None if value == -1 and not isinstance(value, bool) else value
 
 
+_TEXT_OR_NULL = or_null({"type": "string"})
+_PART = object_schema({"type": {"enum": list(TEXT_TYPES)}, "text": {"type": "string"}}, "type", "text")
+_REFUSAL = object_schema({"type": {"const": "refusal"}, "refusal": {"type": "string"}}, "type", "refusal")
+_PARTS: dict[str, Any] = {"type": "array", "items": _PART}
+_CALL = object_schema(
+    {
+        "id": {},
+        "type": {},
+        "function": object_schema(
+            {"name": {"type": "string"}, "arguments": {"anyOf": [*_TEXT_OR_NULL["anyOf"], {"type": "object"}]}}, "name"
+        ),
+    },
+    "function",
+)
+_FURTHER = dict.fromkeys(PASSED_ON + REASONING, _TEXT_OR_NULL)
+_ASKING = {"role": {"enum": ["system", "developer", "user"]}, **_FURTHER}
+_ASKING["content"] = {"anyOf": [{"type": "string"}, {**_PARTS, "minItems": 1}]}
+_ANSWERING = {"role": {"const": "assistant"}, **_FURTHER, "refusal": {}}
+_ANSWERING["content"] = {
+    "anyOf": [*or_null({"type": "string"})["anyOf"], {**_PARTS, "items": {"anyOf": [_PART, _REFUSAL]}}]
+}
+_ANSWERING["tool_calls"] = or_null({"type": "array", "items": _CALL})
+_RESULT = {"role": {"const": "tool"}, **_FURTHER, "content": {"anyOf": [*_TEXT_OR_NULL["anyOf"], _PARTS]}}
+MESSAGES_SCHEMA: dict[str, Any] = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "anyOf": [
+            object_schema(_ASKING, "role", "content"),
+            object_schema(_ANSWERING, "role"),
+            object_schema(_RESULT, "role"),
+        ]
+    },
+}
+"""What `_messages` takes, apart from the order of calls and results."""
+
+
 class ChatFields(ToolFields):
     """The fields that determine the prompt. POST /tokenize has them as well."""
 
     # `_messages` has checked them: pydantic would copy each.
-    messages: Annotated[SkipValidation[list[Message]], BeforeValidator(_messages)]
+    messages: Annotated[SkipValidation[list[Message]], BeforeValidator(_messages), WithJsonSchema(MESSAGES_SCHEMA)]
     add_generation_prompt: bool | None = None
     continue_final_message: Flag = False
     add_special_tokens: Flag = False
-    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_template_kwargs)] = Field(default_factory=dict)
+    chat_template_kwargs: Annotated[
+        dict[str, Any], BeforeValidator(_template_kwargs), WithJsonSchema(or_null({"type": "object"}))
+    ] = Field(default_factory=dict)
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
 
     @property
@@ -238,8 +281,8 @@ class ChatFields(ToolFields):
 class ChatRequest(ChatFields, GenerationFields):
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Flag = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), or_default(0)] = 0
-    prompt_token_ids: Annotated[NaturalNumbers, or_default([])] = Field(default_factory=list)
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), OrDefault(0)] = 0
+    prompt_token_ids: Annotated[NaturalNumbers, OrDefault([])] = Field(default_factory=list)
     include_reasoning: FlagOn = True
     separate_reasoning: FlagOn = True
     echo: Flag = False

@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, SkipValidation, WithJsonSchema
+from pydantic import BeforeValidator, FailFast, Field, SkipValidation, WithJsonSchema
 
 from kvrelay.text.request.api_error import context_length_exceeded, fields_named, wrong
 from kvrelay.text.request.completion_request import are_token_ids, parse_completion
 from kvrelay.text.request.generation_fields import MAX_LOGPROB_TOKENS
-from kvrelay.text.request.parsing import Flag, FlagOn, RequestModel, invalid, or_default, parse, wrong_type
-from kvrelay.text.request.sampling_fields import CacheSalt, TokenIds
+from kvrelay.text.request.parsing import TOKEN_SCHEMA, Flag, FlagOn, OrDefault, RequestModel, invalid, parse, wrong_type
+from kvrelay.text.request.sampling_fields import CacheSalt, TokenId
 from kvrelay.text.service import TextService, TextTooLong
 from kvrelay_router.access.identity import RequestNames
 from kvrelay_router.loop_share import LoopShare
@@ -25,7 +25,10 @@ from kvrelay_router.openai.planning import Plan
 Text = str | list[int]
 """A text, or its tokens."""
 
-_TEXT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0}}]}
+_TEXT: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": TOKEN_SCHEMA}]}
+_ITEM: dict[str, Any] = {
+    "anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "minItems": 1, "items": TOKEN_SCHEMA}]
+}
 FIELD_NAMES = {"prompt": "items", "logprob_token_ids": "label_token_ids"}
 """The fields of a scoring, by those of the completion that it is converted to."""
 
@@ -41,6 +44,8 @@ def _texts(value: Any) -> list[Text]:
         raise wrong_type("it must be a list of strings, or of lists of token ids")
     if not value:
         raise invalid("it must not be empty")
+    if not all(value):
+        raise invalid("it must have no empty item")
     return [_text(item) for item in value]
 
 
@@ -53,15 +58,15 @@ class ScoringRequest(RequestModel):
     items: Annotated[
         SkipValidation[list[Any]],
         BeforeValidator(_texts),
-        WithJsonSchema({"type": "array", "minItems": 1, "items": _TEXT}),
+        WithJsonSchema({"type": "array", "minItems": 1, "items": _ITEM}),
     ]
-    label_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_LOGPROB_TOKENS)]
+    label_token_ids: Annotated[list[TokenId], FailFast(), Field(min_length=1, max_length=MAX_LOGPROB_TOKENS)]
     apply_softmax: FlagOn = True
     item_first: Flag = False
     add_special_tokens: FlagOn = True
     cache_salt: CacheSalt = ""
-    user: Annotated[str, Field(max_length=1024), or_default("")] = ""
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), or_default(0)] = 0
+    user: Annotated[str, Field(max_length=1024), OrDefault("")] = ""
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), OrDefault(0)] = 0
 
 
 def parse_scoring(content: dict[str, Any], max_items: int) -> ScoringRequest:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
-from pydantic import BeforeValidator, Field, SkipValidation, WrapValidator
+from pydantic import BeforeValidator, Field, SkipValidation, WithJsonSchema, WrapValidator
 
 from kvrelay.protocol.packed_logprobs import own_logprobs
 from kvrelay.protocol.sampling import Sampling
@@ -15,7 +15,7 @@ from kvrelay.text.chat_template import Message
 from kvrelay.text.choice import Choice
 from kvrelay.text.request.api_error import context_length_exceeded, wrong
 from kvrelay.text.request.generation_fields import GenerationFields
-from kvrelay.text.request.parsing import FlagOn, RequestModel, invalid, or_default, parse, wrong_type
+from kvrelay.text.request.parsing import FlagOn, OrDefault, RequestModel, invalid, parse, wrong_type
 from kvrelay.text.request.sampling_fields import CacheSalt
 from kvrelay.text.request.validation import (
     ModelLimits,
@@ -62,17 +62,20 @@ def _normalization(value: Any, _: Any) -> Any:
     raise invalid("it must be 'tokens', 'none' or 'unconditional'")
 
 
+_CHOICES: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}}
+
+
 class SelectFields(RequestModel):
     """The fields beside the text before the choices."""
 
     model: str
-    choices: Annotated[SkipValidation[list[str]], BeforeValidator(_choices)]
+    choices: Annotated[SkipValidation[list[str]], BeforeValidator(_choices), WithJsonSchema(_CHOICES)]
     normalization: Annotated[Normalization, WrapValidator(_normalization)] = "tokens"
-    unconditional_prompt: Annotated[str, or_default("Answer:")] = "Answer:"
+    unconditional_prompt: Annotated[str, OrDefault("Answer:")] = "Answer:"
     cache_salt: CacheSalt = ""
-    extra_key: Annotated[str, Field(max_length=1024), or_default("")] = ""
-    user: Annotated[str, Field(max_length=1024), or_default("")] = ""
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), or_default(0)] = 0
+    extra_key: Annotated[str, Field(max_length=1024), OrDefault("")] = ""
+    user: Annotated[str, Field(max_length=1024), OrDefault("")] = ""
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), OrDefault(0)] = 0
 
     @property
     def planned(self) -> GenerationFields:

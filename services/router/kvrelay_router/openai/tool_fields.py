@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 import orjson
 from msgspec import Meta
-from pydantic import BeforeValidator, Field, SkipValidation
+from pydantic import BeforeValidator, Field, SkipValidation, WithJsonSchema
 
 from kvrelay.excerpts import quoted, shortened
 from kvrelay.grammar.schema_rewrite import closed
 from kvrelay.text.output_parsing.events import Tool
 from kvrelay.text.request.api_error import wrong
-from kvrelay.text.request.parsing import FlagOn, RequestModel, invalid, wrong_type
+from kvrelay.text.request.parsing import FlagOn, RequestModel, invalid, object_schema, or_null, wrong_type
 
 MAX_TOOLS = 1024
 MAX_TOOLS_BYTES = 1 << 20
@@ -132,12 +132,39 @@ def _allowed_tools(value: Any) -> ToolChoice:
     return ToolChoice(value["mode"], tuple(names))
 
 
+_NAME: dict[str, Any] = {"type": "string", "pattern": f"^{NAME.pattern}$"}
+_FUNCTION = object_schema(
+    {
+        "name": _NAME,
+        "description": or_null({"type": "string"}),
+        "parameters": or_null({"type": "object"}),
+        "strict": or_null({"type": "boolean"}),
+    },
+    "name",
+)
+_TOOL = object_schema({"type": {"const": "function"}, "function": _FUNCTION}, "function")
+_TOOLS: dict[str, Any] = {"type": "array", "maxItems": MAX_TOOLS, "items": _TOOL}
+_NAMED = object_schema(
+    {"type": {"const": "function"}, "function": object_schema({"name": {"type": "string"}}, "name")}, "type", "function"
+)
+_SOME = {"type": "array", "minItems": 1, "maxItems": MAX_TOOLS, "items": _NAMED}
+_ALLOWED = object_schema(
+    {
+        "type": {"const": "allowed_tools"},
+        "allowed_tools": object_schema({"mode": {"enum": ["auto", "required"]}, "tools": _SOME}, "mode", "tools"),
+    },
+    "type",
+    "allowed_tools",
+)
+_CHOICES: list[dict[str, Any]] = [{"enum": ["none", "auto", "required"]}, _NAMED, _ALLOWED, {"type": "null"}]
+
+
 class ToolFields(RequestModel):
     # Checked by the validators: pydantic would copy each tool.
-    tools: Annotated[SkipValidation[list[dict[str, Any]]], BeforeValidator(_tools)] = Field(
-        default_factory=DefinedTools
+    tools: Annotated[SkipValidation[list[dict[str, Any]]], BeforeValidator(_tools), WithJsonSchema(or_null(_TOOLS))] = (
+        Field(default_factory=DefinedTools)
     )
-    tool_choice: Annotated[Any, BeforeValidator(_tool_choice)] = None
+    tool_choice: Annotated[Any, BeforeValidator(_tool_choice), WithJsonSchema({"anyOf": _CHOICES})] = None
     parallel_tool_calls: FlagOn = True
 
     @property

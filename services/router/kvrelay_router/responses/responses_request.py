@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import orjson
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from kvrelay.excerpts import quoted
 from kvrelay.text.request.api_error import ApiError, wrong
@@ -14,9 +14,11 @@ from kvrelay.text.request.parsing import (
     COMMON,
     Flag,
     FlagOn,
+    OrDefault,
     RequestModel,
     extension_fields,
-    or_default,
+    object_schema,
+    or_null,
     parse,
     refuse_unsupported,
 )
@@ -48,24 +50,50 @@ MetadataValue = Annotated[str, Field(max_length=512)]
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_TYPES = ("input_text", "output_text", "text")
+THOUGHT_TYPES = ("reasoning_text", "summary_text")
 
 ChatMessage = dict[str, Any]
+
+
+_TEXT: dict[str, Any] = {"type": "string"}
+_PART = {
+    "anyOf": [
+        object_schema({"type": {"enum": [*TEXT_TYPES, *THOUGHT_TYPES]}, "text": _TEXT}, "type", "text"),
+        object_schema({"type": {"const": "refusal"}, "refusal": _TEXT}, "type", "refusal"),
+    ]
+}
+_PARTS: dict[str, Any] = {"type": "array", "items": _PART}
+_CONTENT = {"anyOf": [_TEXT, _PARTS]}
+_CALL = {"type": {"const": "function_call"}, "call_id": _TEXT, "name": _TEXT, "arguments": _TEXT}
+_OUTPUT = {"type": {"const": "function_call_output"}, "call_id": _TEXT, "output": _CONTENT}
+_ITEM = {
+    "anyOf": [
+        object_schema(
+            {"type": {"const": "message"}, "role": {"enum": list(ROLES)}, "content": _CONTENT}, "role", "content"
+        ),
+        object_schema(_CALL, *_CALL),
+        object_schema(_OUTPUT, *_OUTPUT),
+        object_schema({"type": {"const": "reasoning"}, "content": or_null(_PARTS), "summary": or_null(_PARTS)}, "type"),
+        object_schema({"type": {"const": "item_reference"}, "id": _TEXT}, "id"),
+    ]
+}
+_INPUT = {"anyOf": [_TEXT, {"type": "array", "items": _ITEM}]}
 
 
 class ResponsesRequest(RequestModel):
     """`input`, `text`, `reasoning` and the tools are checked when they are converted."""
 
     model: str
-    input: Any
+    input: Annotated[Any, WithJsonSchema(_INPUT)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), or_default(0)] = 0
-    include: Annotated[list[str], or_default([])] = Field(default_factory=list)
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), OrDefault(0)] = 0
+    include: Annotated[list[str], OrDefault([])] = Field(default_factory=list)
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
-    tools: Annotated[list[Any], or_default([])] = Field(default_factory=list)
+    tools: Annotated[list[Any], OrDefault([])] = Field(default_factory=list)
     tool_choice: Any = None
     parallel_tool_calls: FlagOn = True
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA)] | None = None
@@ -330,7 +358,7 @@ def _text(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "refusal":
         return string_field(part, "refusal", where)
-    if kind not in (*TEXT_TYPES, "reasoning_text", "summary_text"):
+    if kind not in (*TEXT_TYPES, *THOUGHT_TYPES):
         raise wrong(where, f"content parts of the type {quoted(kind)} are not supported")
     return string_field(part, "text", where)
 

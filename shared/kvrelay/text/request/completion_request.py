@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, SkipValidation
+from pydantic import BeforeValidator, Field, SkipValidation, WithJsonSchema
 
 from kvrelay.text.request.api_error import ApiError, wrong
 from kvrelay.text.request.generation_fields import GenerationFields
 from kvrelay.text.request.parsing import (
     COMPLETION,
+    TOKEN_SCHEMA,
     Flag,
     FlagOn,
+    OrDefault,
     invalid,
-    or_default,
     parse,
     refuse_unsupported,
     wrong_type,
@@ -45,6 +46,12 @@ def _prompt_list(value: Any) -> list[PromptItem]:
     return value
 
 
+_TOKENS: dict[str, Any] = {"type": "array", "minItems": 1, "items": TOKEN_SCHEMA}
+_TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
+_SEVERAL: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": [_TEXT, _TOKENS]}}
+_PROMPT: dict[str, Any] = {"anyOf": [_TEXT, _TOKENS, _SEVERAL]}
+
+
 def are_token_ids(items: list[Any]) -> bool:
     """Returns whether these are integers. Their range is checked later."""
     return not items or (type(items[0]) is int and set(map(type, items)) == {int})
@@ -54,11 +61,11 @@ class CompletionRequest(GenerationFields):
     """Token ids are validated as integers here, and checked against the vocabulary later."""
 
     # `_prompt_list` has checked them: pydantic would copy each.
-    prompt: Annotated[SkipValidation[list[Any]], BeforeValidator(_prompt_list)]
+    prompt: Annotated[SkipValidation[list[Any]], BeforeValidator(_prompt_list), WithJsonSchema(_PROMPT)]
     echo: Flag = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: FlagOn = True
-    suffix: Annotated[str, or_default("")] = ""
+    suffix: Annotated[str, OrDefault("")] = ""
 
 
 def parse_completion(content: dict[str, Any]) -> CompletionRequest:

@@ -14,13 +14,13 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import orjson
-from pydantic import BeforeValidator, Field, WrapValidator
+from pydantic import BeforeValidator, Field, WithJsonSchema, WrapValidator
 
 from kvrelay.excerpts import quoted
 from kvrelay.grammar.schema_rewrite import closed
 from kvrelay.protocol.sampling import Grammar, GrammarKind
 from kvrelay.text.request.api_error import wrong
-from kvrelay.text.request.parsing import Flag, RequestModel, invalid, or_default
+from kvrelay.text.request.parsing import Flag, OrDefault, RequestModel, invalid, object_schema, or_null
 from kvrelay.text.request.sampling_fields import SamplingFields, TokenIds
 
 MAX_GRAMMAR_BYTES = 128 * 1024
@@ -49,6 +49,32 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: Flag = False
 
 
+_NOT_ZERO = {"type": "integer", "minimum": -1, "not": {"const": 0}}
+_TEXT: dict[str, Any] = {"type": "string"}
+_SCHEMA: tuple[dict[str, Any], ...] = ({"type": "object"}, _TEXT, {"const": True})
+_CHOICE = {"type": "string", "minLength": 1}
+_CHOICES: dict[str, Any] = {"type": "array", "items": _CHOICE, "maxItems": MAX_CHOICE_STRINGS}
+_WHITESPACE = or_null({"type": "string", "maxLength": 1024})
+_TYPES = ("text", "json_object", "json_schema", "json", "structural_tag", "regex", "grammar")
+_FORMAT = object_schema({"type": {"enum": list(_TYPES)}}, "type")
+
+
+def _described(*schemas: dict[str, Any]) -> WithJsonSchema:
+    """The description of a constraint: of these schemas, or one of the values that front ends send for none."""
+    nothing = [{"type": "null"}, {"const": False}, {"const": ""}, {"type": "array", "maxItems": 0, "items": {}}]
+    return WithJsonSchema({"anyOf": [*schemas, *nothing]})
+
+
+_STRUCTURED = object_schema(
+    {
+        **{name: {} for name in ("json", "regex", "choice", "grammar", "json_object", "structural_tag")},
+        "whitespace_pattern": _WHITESPACE,
+        "disable_any_whitespace": or_null({"type": "boolean"}),
+        "disable_additional_properties": or_null({"type": "boolean"}),
+    }
+)
+
+
 class GenerationFields(SamplingFields):
     """The fields that completions and chat completions share."""
 
@@ -58,24 +84,26 @@ class GenerationFields(SamplingFields):
     no_stop_trim: Flag = False  # SGLang's name of `include_stop_str_in_output`
     return_token_ids: Flag = False
     return_tokens_as_token_ids: Flag = False
-    extra_key: Annotated[str, Field(max_length=1024), or_default("")] = ""
-    user: Annotated[str, Field(max_length=1024), or_default("")] = ""
+    extra_key: Annotated[str, Field(max_length=1024), OrDefault("")] = ""
+    user: Annotated[str, Field(max_length=1024), OrDefault("")] = ""
     logprob_token_ids: TokenIds = Field(default_factory=list, max_length=MAX_LOGPROB_TOKENS)
-    truncate_prompt_tokens: Annotated[int, BeforeValidator(_not_zero), Field(ge=-1)] | None = None
+    truncate_prompt_tokens: (
+        Annotated[int, BeforeValidator(_not_zero), Field(ge=-1), WithJsonSchema(_NOT_ZERO)] | None
+    ) = None
     truncation_side: Annotated[Literal["left", "right"] | None, WrapValidator(_side)] = None
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_json_object: Any = None
-    guided_whitespace_pattern: Any = None
-    whitespace_pattern: Any = None  # the name that outlines' client for vLLM sends
-    json_schema_text: Any = Field(default=None, alias="json_schema")
-    regex: Any = None
-    ebnf: Any = None
-    structural_tag: Any = None
+    response_format: Annotated[Any, _described(_FORMAT)] = None
+    structured_outputs: Annotated[Any, _described(_STRUCTURED)] = None
+    guided_json: Annotated[Any, _described(*_SCHEMA)] = None
+    guided_regex: Annotated[Any, _described(_TEXT)] = None
+    guided_choice: Annotated[Any, _described(_CHOICES)] = None
+    guided_grammar: Annotated[Any, _described(_TEXT)] = None
+    guided_json_object: Annotated[Any, _described({"const": True})] = None
+    guided_whitespace_pattern: Annotated[Any, WithJsonSchema(_WHITESPACE)] = None
+    whitespace_pattern: Annotated[Any, WithJsonSchema(_WHITESPACE)] = None  # sent by outlines' client for vLLM
+    json_schema_text: Annotated[Any, _described(*_SCHEMA)] = Field(default=None, alias="json_schema")
+    regex: Annotated[Any, _described(_TEXT)] = None
+    ebnf: Annotated[Any, _described(_TEXT)] = None
+    structural_tag: Annotated[Any, _described(_TEXT, {"type": "object"})] = None
 
     @cached_property
     def grammar(self) -> Grammar | None:

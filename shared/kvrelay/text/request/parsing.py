@@ -8,10 +8,21 @@ completions that other APIs lack (`EXTENSIONS`); and others, which are ignored, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    WithJsonSchema,
+)
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
+from pydantic_core.core_schema import no_info_before_validator_function
 
 from kvrelay.excerpts import MAX_VALUE_CHARS, shortened
 from kvrelay.text.request.api_error import ApiError, wrong
@@ -60,17 +71,33 @@ def _as_api_error(detail: ErrorDetails) -> ApiError:
     return wrong(param, reason, code)
 
 
-NaturalNumbers = Annotated[list[Annotated[int, Field(ge=0)]], FailFast()]
+TOKEN_SCHEMA: dict[str, Any] = {"type": "integer", "minimum": 0, "format": "token-id"}
+NaturalNumbers = Annotated[list[Annotated[int, Field(ge=0), WithJsonSchema(TOKEN_SCHEMA)]], FailFast()]
 """Token ids, of any number."""
 
 
-def or_default(default: Any) -> BeforeValidator:
+@dataclass(frozen=True, slots=True)
+class OrDefault:
     """Null selects the default, as in OpenAI's API."""
-    return BeforeValidator(lambda value: default if value is None else value)
+
+    default: Any
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_before_validator_function(
+            lambda value: self.default if value is None else value, handler(source)
+        )
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return or_null(handler(schema))
 
 
-Flag = Annotated[bool, or_default(False)]
-FlagOn = Annotated[bool, or_default(True)]
+def or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema of what the schema allows, and null."""
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+Flag = Annotated[bool, OrDefault(False)]
+FlagOn = Annotated[bool, OrDefault(True)]
 
 
 def _param_name(location: tuple[int | str, ...]) -> str:
@@ -89,6 +116,11 @@ def invalid(message: str) -> PydanticCustomError:
 def wrong_type(message: str) -> PydanticCustomError:
     """An error for validators to raise if a value has the wrong JSON type."""
     return PydanticCustomError("wrong_type", "{message}", {"message": message})
+
+
+def object_schema(properties: dict[str, Any], *required: str) -> dict[str, Any]:
+    """The JSON schema of an object."""
+    return {"type": "object", "properties": properties, "required": list(required)}
 
 
 NOTHING: tuple[Any, ...] = (None, False, [], {}, "")

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, WrapValidator
+from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema, WrapValidator
 
 from kvrelay.excerpts import quoted
 from kvrelay.protocol.sampling import BeamSpec, SpeculationMethod
 from kvrelay.text.request.api_error import wrong
-from kvrelay.text.request.parsing import Flag, FlagOn, RequestModel, invalid, or_default, wrong_type
+from kvrelay.text.request.parsing import (
+    TOKEN_SCHEMA,
+    Flag,
+    FlagOn,
+    OrDefault,
+    RequestModel,
+    invalid,
+    or_null,
+    wrong_type,
+)
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
@@ -47,7 +56,7 @@ def _early_stopping(value: Any, _: Any) -> Any:
 class BeamFields(RequestModel):
     """A beam search returns `n` texts of `best_of` beams; `best_of` defaults to `n`."""
 
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), or_default(1)] = 1
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), OrDefault(1)] = 1
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     use_beam_search: Flag = False
     length_penalty: Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = None
@@ -166,12 +175,33 @@ def _salt(value: Any) -> Any:
     return "" if value is None else value
 
 
-Stop = Annotated[list[str], BeforeValidator(_stop_list)]
-LogitBias = Annotated[dict[int, float], BeforeValidator(_bias_map)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast(), or_default([])]
-BadWords = Annotated[list[str], BeforeValidator(_bad_words)]
-CacheSalt = Annotated[str, Field(max_length=1024), BeforeValidator(_salt)]
-Penalty = Annotated[float, Field(ge=-2, le=2), or_default(0.0)]
+_STOP: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_STOPS: dict[str, Any] = {"type": "array", "maxItems": MAX_STOP_STRINGS, "items": _STOP}
+_BIASES: dict[str, Any] = {
+    "type": "object",
+    "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    "maxProperties": MAX_BIASED_TOKENS,
+}
+_BAD_WORD: dict[str, Any] = {"type": "string", "pattern": r"\S", "maxLength": MAX_BAD_WORD_CHARS}
+_BAD_WORDS: dict[str, Any] = {"type": "array", "maxItems": MAX_BAD_WORDS, "items": _BAD_WORD}
+
+Stop = Annotated[
+    list[str],
+    BeforeValidator(_stop_list),
+    WithJsonSchema({"anyOf": [_STOP, _STOPS, {"type": "null"}], "default": None}),
+]
+LogitBias = Annotated[dict[int, float], BeforeValidator(_bias_map), WithJsonSchema(or_null(_BIASES))]
+TokenId = Annotated[int, Field(ge=0, lt=2**31), WithJsonSchema(TOKEN_SCHEMA)]
+TokenIds = Annotated[list[TokenId], FailFast(), OrDefault([])]
+BadWords = Annotated[list[str], BeforeValidator(_bad_words), WithJsonSchema(or_null(_BAD_WORDS))]
+CacheSalt = Annotated[
+    str,
+    Field(max_length=1024),
+    BeforeValidator(_salt),
+    WithJsonSchema(or_null({"type": "string", "minLength": 1, "maxLength": 1024})),
+]
+Penalty = Annotated[float, Field(ge=-2, le=2), OrDefault(0.0)]
 
 
 class SamplingFields(BeamFields):
@@ -182,7 +212,12 @@ class SamplingFields(BeamFields):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0), BeforeValidator(_off_if_minus_one)] | None = None
+    top_k: (
+        Annotated[
+            int, Field(ge=0), BeforeValidator(_off_if_minus_one), WithJsonSchema({"type": "integer", "minimum": -1})
+        ]
+        | None
+    ) = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -199,5 +234,5 @@ class SamplingFields(BeamFields):
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     logprob_start_len: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     speculation: SpeculationMethod | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), or_default(0)] = 0
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), OrDefault(0)] = 0
     cache_salt: CacheSalt = ""

@@ -92,3 +92,23 @@ async def test_the_body_decides(router: Router) -> None:
     assert (unnamed.status_code, unnamed.json()["model"]) == (200, MODEL)
     neither = await router.post("/invocations", model=MODEL)
     assert (neither.status_code, neither.json()["error"]["code"]) == (400, "missing_required_parameter")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "choices"),
+    [
+        ("/v1/chat/completions", {"messages": HELLO}, [None, "auto", "none"]),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 8}, [None, {"type": "auto"}, {"type": "none"}]),
+        ("/v1/responses", {"input": "Hello"}, [None, "auto", "none"]),
+        ("/v1/chat/completions/batch", {"messages": [HELLO]}, [None, "auto", "none"]),
+    ],
+)
+async def test_an_empty_list_of_tools_is_none(router: Router, path: str, body: dict[str, Any], choices: Any) -> None:
+    """Also of a model that calls none."""
+    await router.post(path, **body)
+    for choice in choices:
+        answer = await router.post(path, **body, tools=[], tool_choice=choice, parallel_tool_calls=False)
+        assert answer.status_code == 200, answer.text
+    first, *others = router.dispatcher.requests
+    assert {tuple(each.prompt_ids) for each in others} == {tuple(first.prompt_ids)}
+    assert all(each.sampling.grammar is None for each in others)

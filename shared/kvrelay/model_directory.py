@@ -1,11 +1,16 @@
 """What the files of a model's directory say, read without torch: what each file really is, the tokens that end an
-output, and the tokenizer's identity, by which a router and a worker notice that theirs differ.
+output, the tokenizer that transformers makes of them, and its identity, by which a router and a worker notice that
+theirs differ.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +40,18 @@ _OTHER_WEIGHTS = (
     (b"GGUF", "of the format GGUF, which is not read"),
     (b"\x1f\x8b", "compressed by gzip: unpack it"),
 )
+_FILE_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+_BUILT_MODELS = (
+    *("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp"),
+    *("hyperclovax_vision_v2", "siglip2"),
+)
+"""Types of models for which transformers takes its own class of tokenizer, whichever one the files name."""
+_BUILD = """
+import sys
+sys.modules["torch"] = None  # its import takes seconds, and tokenizers need none of it
+from transformers import AutoTokenizer
+AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False).save_pretrained(sys.argv[2])
+"""
 _START_BYTES = 1024
 _MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 
@@ -55,27 +72,45 @@ def wrong_file(directory: Path, *, needs_weights: bool) -> str | None:
 def weight_shards(index: Path) -> list[str]:
     """The weight files of an index. Raises ValueError if it is none, OSError if it cannot be read."""
     try:
-        return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        if not shards or not all(isinstance(shard, str) for shard in shards):
+            raise ValueError("it names no files")
     except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise ValueError(f"{index} is not an index of weight files: {error}") from None
+    return shards
+
+
+def cached_snapshot(name: str, cache: Path | None = None) -> Path | None:
+    """The directory of a model of the hub in this machine's cache; None if it is not there. Raises ValueError for what
+    is no name of the hub."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json", cache_dir=cache)
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def _files(directory: Path, *, needs_weights: bool) -> Iterator[Path]:
+    """What has the name of a file that is read, also if it is a directory or a link to nothing."""
+    present = sorted(directory.iterdir())
     for pattern in (*_OBJECTS, *_TEXTS):
-        yield from (path for path in sorted(directory.glob(pattern)) if path.is_file())
+        yield from (path for path in present if path.match(pattern))
     if not needs_weights:
         return
     index, (whole, pickled) = directory / INDEX, _WEIGHTS
-    if (directory / whole).is_file():
+    if directory / whole in present:
         yield directory / whole
-    elif index.is_file():
+    elif index in present:
         yield index
-        yield from (path for name in weight_shards(index) if (path := directory / name).is_file())
+        yield from (path for name in weight_shards(index) if os.path.lexists(path := directory / name))
     else:
-        yield from sorted(directory.glob(pickled))
+        yield from (path for path in present if path.match(pickled))
 
 
 def _fault(path: Path) -> str | None:
+    if not path.exists():
+        return f"a link to a file that is not there: {_AGAIN}, or copy it with `cp -L`"
+    if path.is_dir():
+        return "a directory, and should be a file"
     num_bytes = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(_START_BYTES)
@@ -90,6 +125,8 @@ def _fault(path: Path) -> str | None:
             return _fault_of_safetensors(path, start, num_bytes)
         case ".bin" if not num_bytes:
             return f"empty: {_AGAIN}"
+        case ".bin" if not start.startswith((b"PK", b"\x80")):
+            return f"not of the format of torch, though its name says so: {_AGAIN}"
         case ".bin" if start.startswith(b"PK") and not zipfile.is_zipfile(path):
             return f"cut off after {num_bytes} bytes: {_AGAIN}"
     return None
@@ -99,13 +136,10 @@ def _fault_of_json(path: Path) -> str | None:
     content = path.read_bytes().strip()
     if not content:
         return f"empty: {_AGAIN}"
-    # A tokenizer of tens of megabytes is parsed by its library, which knows more.
-    if path.name == "tokenizer.json":
-        return None if content[:1] + content[-1:] == b"{}" else f"not valid JSON, perhaps cut off: {_AGAIN}"
     try:
         found = json.loads(content)
     except ValueError as error:
-        return f"not valid JSON: {error}"
+        return f"not valid JSON, perhaps cut off: {error}"
     return None if isinstance(found, dict) else "not what it should be: it holds no JSON object"
 
 
@@ -158,6 +192,8 @@ def _end_of_tokenizer(directory: Path) -> int | None:
     decoder = config.get("added_tokens_decoder")
     # As in transformers, older files count only if the config does not list all added tokens.
     named = config if decoder is not None else {**config, **_read_object(directory / "special_tokens_map.json")}
+    if "eos_token" not in named:
+        named = _built_config(directory)  # the class may have one
     text = token_text(named.get("eos_token"))
     if not text:
         return None
@@ -173,6 +209,18 @@ def _end_of_tokenizer(directory: Path) -> int | None:
         if text in ids:
             return int(ids[text])
     return None
+
+
+def _built_config(directory: Path) -> dict[str, Any]:
+    """The configuration of the tokenizer that transformers builds; empty if it takes the one of `tokenizer.json`."""
+    if not (directory / "tokenizer.json").is_file() or is_taken_from_file(directory):
+        return {}
+    with tempfile.TemporaryDirectory(prefix="kvrelay-tokenizer-") as built:
+        try:
+            build_tokenizer(directory, Path(built))
+        except ValueError:
+            return {}  # the router, which cannot build it either, reports that
+        return _read_object(Path(built) / "tokenizer_config.json")
 
 
 def token_text(value: Any) -> str | None:
@@ -196,6 +244,37 @@ def object_in(path: Path, text: str | bytes) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no JSON object")
     return content
+
+
+# -- the tokenizer of transformers ------------------------------------------------------------------------------------
+
+
+def is_taken_from_file(directory: Path) -> bool:
+    """Returns whether transformers takes a tokenizer from `tokenizer.json` as it stands there. For the classes of
+    particular models (`LlamaTokenizer`) it takes only vocabulary, merges and post-processor from the file, and builds
+    normalizer, pre-tokenizer and decoder by the class. False if it may do that. Raises ValueError for files that cannot
+    be read."""
+    stated = _read_object(directory / "tokenizer_config.json")
+    return (
+        stated.get("tokenizer_class") in _FILE_CLASSES
+        and _read_object(directory / "config.json").get("model_type") not in _BUILT_MODELS
+        and not stated.get("fix_mistral_regex")
+    )
+
+
+def build_tokenizer(directory: Path, target: Path) -> None:
+    """Writes the tokenizer that transformers makes of a directory's files to `target`, in a process of its own: the
+    import takes a second, and a router has no other use for it. Raises ValueError with the reason if there is none."""
+    done = subprocess.run(
+        [sys.executable, "-c", _BUILD, str(directory), str(target)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    if done.returncode != 0 or not (target / "tokenizer.json").is_file():
+        reason = done.stderr.strip().splitlines()[-1:] or ["it has no fast form"]
+        raise ValueError(reason[0])
 
 
 # -- the tokenizer's identity -----------------------------------------------------------------------------------------

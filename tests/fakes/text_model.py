@@ -57,7 +57,7 @@ def write_text_model(folder: Path, template: str | None = CHATML) -> Path:
     byte_level_tokenizer().save(str(folder / "tokenizer.json"))
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
     pad_token = {"__type": "AddedToken", "content": "<|endoftext|>", **flags}
-    config = {"eos_token": "<|im_end|>", "pad_token": pad_token}
+    config = {"tokenizer_class": "TokenizersBackend", "eos_token": "<|im_end|>", "pad_token": pad_token}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)

@@ -24,7 +24,7 @@ from kvrelay.config.router import RouterConfig
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.handoff.transports.nixl_agent import PACKAGES
 from kvrelay.machine_memory import available_memory_bytes
-from kvrelay.model_directory import INDEX, weight_shards, wrong_file
+from kvrelay.model_directory import INDEX, cached_snapshot, weight_shards, wrong_file
 from kvrelay.process import HeldPort
 from kvrelay.ranks.local_ranks import why_not_divided
 from kvrelay.scheduling.memory.swapping import SWAP_PART
@@ -179,17 +179,14 @@ _OTHER_FORMATS = (".gguf", ".bin", ".pth", ".pt")
 def find_model(model: str, environ: Mapping[str, str], *, needs_weights: bool) -> str:
     """The directory of a model, complete for serving. A name of the hub is looked up in the cache, without network, and
     downloaded if it is not there. Raises ConfigError."""
-    directory = Path(model)
-    if directory.is_dir():
-        _check_directory(f"--model {directory}", directory, needs_weights=needs_weights)
-        _check_contents(f"--model {directory}", directory, needs_weights=needs_weights)
+    if Path(model).is_dir():
+        _check_model(f"--model {Path(model)}", Path(model), needs_weights=needs_weights)
         return model
     cached = _cached(model, environ)
     if cached is None or not _is_complete(cached, needs_weights=needs_weights):
         _ask_hub(model, environ)
         cached = _download(model, environ, needs_weights=needs_weights)
-        _check_directory(f"--model {model} ({cached})", cached, needs_weights=needs_weights)
-    _check_contents(f"--model {model}", cached, needs_weights=needs_weights)
+    _check_model(f"--model {model} ({cached})", cached, needs_weights=needs_weights)
     return str(cached)
 
 
@@ -206,8 +203,20 @@ def longest_sequence(model: str) -> int | None:
 # -- a directory ------------------------------------------------------------------------------------------------------
 
 
-def _check_directory(name: str, directory: Path, *, needs_weights: bool) -> None:
-    """Raises ConfigError unless the directory has a config and, if needed, weights in a format that is read."""
+def _check_model(name: str, directory: Path, *, needs_weights: bool) -> None:
+    """Raises ConfigError for a file that is not what its name says, for an index without a map of weight files, and if
+    the config or the weights are missing."""
+    try:
+        if fault := wrong_file(directory, needs_weights=needs_weights):
+            raise ConfigError(f"{name}: {fault}")
+        _check_presence(name, directory, needs_weights=needs_weights)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def _check_presence(name: str, directory: Path, *, needs_weights: bool) -> None:
+    """Raises ConfigError unless the directory has a config and, if needed, weights in a format that is read; ValueError
+    or OSError for an index that is none."""
     if not (directory / "config.json").is_file():
         raise ConfigError(f"{name}: the directory has no config.json")
     if not needs_weights:
@@ -216,13 +225,7 @@ def _check_directory(name: str, directory: Path, *, needs_weights: bool) -> None
     if (directory / "model.safetensors").is_file():
         return
     if index.is_file():
-        try:
-            missing = [shard for shard in weight_shards(index) if not (directory / shard).is_file()]
-        except (OSError, ValueError) as error:
-            # A file that is something else says what it is in place of the parser's message.
-            _check_contents(name, directory, needs_weights=True)
-            raise ConfigError(f"{name}: {error}") from None
-        if missing:
+        if missing := [shard for shard in weight_shards(index) if not (directory / shard).is_file()]:
             raise ConfigError(
                 f"{name}: {len(missing)} of the weight files of {INDEX} are missing, the first is {missing[0]}; "
                 f"complete the download"
@@ -238,16 +241,6 @@ def _check_directory(name: str, directory: Path, *, needs_weights: bool) -> None
     )
 
 
-def _check_contents(name: str, directory: Path, *, needs_weights: bool) -> None:
-    """Raises ConfigError for a file that is not what its name says, or an index without a map of weight files."""
-    try:
-        fault = wrong_file(directory, needs_weights=needs_weights)
-    except ValueError as error:
-        fault = str(error)
-    if fault is not None:
-        raise ConfigError(f"{name}: {fault}")
-
-
 # -- the cache --------------------------------------------------------------------------------------------------------
 
 
@@ -261,22 +254,18 @@ def cache_directory(environ: Mapping[str, str]) -> Path:
 
 def _cached(model: str, environ: Mapping[str, str]) -> Path | None:
     """The snapshot of a model in the cache. Raises ConfigError if it is no name of the hub."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
     try:
-        found = try_to_load_from_cache(model, "config.json", cache_dir=cache_directory(environ))
-    except HFValidationError:
+        return cached_snapshot(model, cache_directory(environ))
+    except ValueError:
         raise ConfigError(
             f"--model {model}: there is no such directory, and a name on the Hugging Face hub is OWNER/NAME"
         ) from None
-    return Path(found).parent if isinstance(found, str) else None
 
 
 def _is_complete(directory: Path, *, needs_weights: bool) -> bool:
     try:
-        _check_directory("", directory, needs_weights=needs_weights)
-    except ConfigError:
+        _check_presence("", directory, needs_weights=needs_weights)
+    except (ConfigError, OSError, ValueError):
         return False
     return any(next(directory.glob(name), None) for name in _TOKENIZERS)
 

@@ -1,5 +1,8 @@
 """Reads a model's tokenizer files, from a directory or the hub, without importing torch.
 
+Texts are tokenized as by transformers. It writes the tokenizer if it builds the named class itself, or if there is no
+`tokenizer.json` (`model_directory.build_tokenizer`).
+
 The files of many models disagree about added tokens: a special token, or one that was added later, may be in one of
 them only. `AddedTokens` follows transformers: if `tokenizer_config.json` has an `added_tokens_decoder`, it lists all
 added tokens; otherwise `added_tokens.json` and `special_tokens_map.json` do. A token that only `tokenizer.json` names
@@ -8,9 +11,8 @@ keeps the flags it has there.
 
 from __future__ import annotations
 
+import json
 import logging
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +22,14 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from kvrelay.model_directory import identity_of, object_in, token_text, wrong_file
+from kvrelay.model_directory import (
+    build_tokenizer,
+    identity_of,
+    is_taken_from_file,
+    object_in,
+    token_text,
+    wrong_file,
+)
 
 logger = logging.getLogger(__name__)
 TOKENIZER_PATTERNS = [
@@ -36,10 +45,6 @@ TOKENIZER_PATTERNS = [
     "generation_config.json",
 ]
 """The files to download from the hub: everything that a tokenizer may need, without the weights."""
-CONVERT = (
-    "import sys; from transformers import AutoTokenizer; "
-    "AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False).save_pretrained(sys.argv[2])"
-)
 _RANGES = {
     "temperature": (0.0, 2.0),
     "top_p": (1e-9, 1.0),
@@ -82,6 +87,7 @@ _NOT_HONOURED: dict[str, tuple[object, ...]] = {
 """Fields of `generation_config.json` that change what transformers generates and nothing here, with the values that
 have no effect beside null and an empty list."""
 
+_PARTS = ("normalizer", "pre_tokenizer")
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MORE_TOKENS = ("extra_special_tokens", "additional_special_tokens")
@@ -201,7 +207,7 @@ class TokenizerSource:
     added_tokens: AddedTokens
     sampling_defaults: SamplingDefaults
     identity: str = ""
-    """See `kvrelay.model_directory`; empty if the tokenizer was converted."""
+    """See `kvrelay.model_directory`; empty without a `tokenizer.json`."""
     response_template: Any = None
     """How the model's outputs are read, as transformers describes it; unchecked."""
 
@@ -213,11 +219,20 @@ def load_source(model: str) -> TokenizerSource:
         folder = _download(model)
     if fault := wrong_file(folder, needs_weights=False):
         raise TokenizerNotFound(fault)
-    if (folder / "tokenizer.json").is_file():
+    has_file = (folder / "tokenizer.json").is_file()
+    if has_file and is_taken_from_file(folder):
         return _read(folder)
-    with tempfile.TemporaryDirectory(prefix="kvrelay-tokenizer-") as converted:
-        _convert(folder, Path(converted))
-        return _read(Path(converted), fallback=folder)
+    with tempfile.TemporaryDirectory(prefix="kvrelay-tokenizer-") as built:
+        try:
+            build_tokenizer(folder, Path(built))
+        except ValueError as error:
+            if not has_file:
+                raise TokenizerNotFound(
+                    f"no tokenizer.json in {folder}, and converting its tokenizer failed: {error}"
+                ) from None
+            logger.warning("transformers makes no tokenizer of %s, so its tokenizer.json is used: %s", folder, error)
+            return _read(folder)
+        return _read(folder, Path(built))
 
 
 def _download(model: str) -> Path:
@@ -229,33 +244,51 @@ def _download(model: str) -> Path:
         raise TokenizerNotFound(f"{model!r} is no directory, and the hub did not give it: {error}") from error
 
 
-def _convert(folder: Path, target: Path) -> None:
-    """Converts with transformers, in a separate process because it imports torch."""
-    logger.info("converting the tokenizer of %s, which has no tokenizer.json", folder)
-    done = subprocess.run(
-        [sys.executable, "-c", CONVERT, str(folder), str(target)], capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0 or not (target / "tokenizer.json").is_file():
-        reason = done.stderr.strip().splitlines()[-1:] or ["it has no fast form"]
-        raise TokenizerNotFound(f"no tokenizer.json in {folder}, and converting its tokenizer failed: {reason[0]}")
-
-
-def _read(folder: Path, fallback: Path | None = None) -> TokenizerSource:
-    config = _read_json(folder / "tokenizer_config.json")
-    template = _chat_template(folder, config)
-    if template is None and fallback is not None:
-        template = _chat_template(fallback, config)
-    tokenizer_json = _read_text(folder / "tokenizer.json")
+def _read(folder: Path, built: Path | None = None) -> TokenizerSource:
+    """`built`: holds the tokenizer that transformers makes of the files in `folder`, which has all added tokens."""
+    config, own = _read_json(folder / "tokenizer_config.json"), folder / "tokenizer.json"
+    own_json = _read_text(own) if own.is_file() else ""
+    if built is None:
+        others = (_read_json(folder / name) for name in ("special_tokens_map.json", "added_tokens.json"))
+        tokenizer_json, added_tokens = own_json, AddedTokens(config, *others)
+    else:
+        tokenizer_json = _read_text(built / "tokenizer.json")
+        added_tokens = AddedTokens(_read_json(built / "tokenizer_config.json") | {"added_tokens_decoder": {}})
+        if own_json and (parts := _differing_parts(own_json, tokenizer_json)):
+            logger.warning(
+                "%s: transformers has another %s for its tokenizer_class than tokenizer.json, and texts are tokenized "
+                "as there",
+                folder,
+                " and ".join(parts),
+            )
     return TokenizerSource(
         tokenizer_json=tokenizer_json,
-        chat_template=template,
-        added_tokens=AddedTokens(
-            config, _read_json(folder / "special_tokens_map.json"), _read_json(folder / "added_tokens.json")
-        ),
-        sampling_defaults=sampling_defaults(_read_json((fallback or folder) / "generation_config.json")),
-        identity=identity_of(tokenizer_json) if fallback is None else "",
+        chat_template=_chat_template(folder, config),
+        added_tokens=added_tokens,
+        sampling_defaults=sampling_defaults(_read_json(folder / "generation_config.json")),
+        identity=identity_of(own_json),
         response_template=config.get("response_template"),
     )
+
+
+def _differing_parts(first: str, second: str) -> list[str]:
+    """The parts of two files of a tokenizer that tokenize differently."""
+    one, other = _parts(first), _parts(second)
+    return [name for name in _PARTS if one[name] != other[name]]
+
+
+def _parts(tokenizer_json: str) -> dict[str, Any]:
+    """Without a vocabulary, the library reads and writes in no time what versions of it have written differently."""
+    content = json.loads(tokenizer_json)
+    small = {"model": {"type": "BPE", "vocab": {}, "merges": []}, **{name: content.get(name) for name in _PARTS}}
+    parts: dict[str, Any] = json.loads(
+        tokenizers.Tokenizer.from_str(json.dumps(small)).to_str(), object_hook=_without_offsets
+    )
+    return parts
+
+
+def _without_offsets(part: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in part.items() if name != "trim_offsets"}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

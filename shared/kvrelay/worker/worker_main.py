@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from kvrelay.config import WorkerConfig, load_config
 from kvrelay.config.loader import DESCRIPTIONS
 from kvrelay.config.worker import Role as RoleName
 from kvrelay.engine.model_runner import ModelRunner
-from kvrelay.model_directory import wrong_file
+from kvrelay.model_directory import cached_snapshot, wrong_file
 from kvrelay.process import deferred_collection, service_main, settle_garbage
 from kvrelay.ranks.local_ranks import end_with_starter
 from kvrelay.simulated.simulated_runner import make_simulated_runner
@@ -40,13 +41,20 @@ def _load_and_settle(config: WorkerConfig) -> ModelRunner:
     return runner
 
 
+def _cached(name: str) -> Path | None:
+    with suppress(ValueError):  # what is no name of the hub is reported by what looks for it
+        return cached_snapshot(name)
+    return None
+
+
 @deferred_collection()
 def load_runner(config: WorkerConfig, *, hands_over: bool = True) -> ModelRunner:
     """Returns a runner: the loaded model with its pool, or a simulated device. Imports torch only here, because that
     takes seconds. Raises ValueError for a file that is not what its name says."""
-    directory, is_simulated = Path(config.model).expanduser(), config.backend == "simulated"
+    path, is_simulated = Path(config.model).expanduser(), config.backend == "simulated"
     needs_weights = not is_simulated and config.load_format != "dummy"
-    if directory.is_dir() and (fault := wrong_file(directory, needs_weights=needs_weights)):
+    directory = path if path.is_dir() else _cached(config.model)
+    if directory is not None and (fault := wrong_file(directory, needs_weights=needs_weights)):
         raise ValueError(fault)
     if is_simulated:
         return make_simulated_runner(config)

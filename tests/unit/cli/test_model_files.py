@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
+import re
 import socket
 import threading
+import zipfile
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pytest
 import safetensors.numpy
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kvrelay.cli import preflight
 from kvrelay.cli.launch_plan import make_plan
@@ -22,6 +28,8 @@ from kvrelay.model_directory import wrong_file
 from kvrelay.text.tokenizer_files import TokenizerNotFound, load_source
 from kvrelay.worker.worker_main import load_runner
 from tests.e2e.conftest import DEMO_MODEL
+from tests.fakes.text_model import write_text_model
+from tests.thoroughness import examples
 
 COMMIT = "5" * 40
 WEIGHTS = safetensors.numpy.save({"a": np.zeros(1, np.float32)})
@@ -128,6 +136,90 @@ def test_weights_in_parts_and_of_torch_are_looked_at(model: Path) -> None:
         (model / "pytorch_model.bin").write_bytes(content)
         with pytest.raises(ConfigError, match=rf"pytorch_model\.bin {message}|{message}"):
             find_model(str(model), {}, needs_weights=True)
+
+
+TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
+SHARDS = ["a.safetensors", "b.safetensors"]
+
+
+def write_whole(directory: Path, rng: random.Random) -> list[str]:
+    """A model whose files are what they say. Returns their names."""
+    for path in directory.iterdir():
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+    write_text_model(directory)
+    (directory / "config.json").write_text('{"model_type": "llama"}')
+    for name in rng.sample(["generation_config.json", "special_tokens_map.json"], rng.randint(0, 2)):
+        (directory / name).write_text(
+            '{"eos_token_id": 1}' if name.startswith("gen") else '{"pad_token": "<|im_end|>"}'
+        )
+    match rng.choice(["one file", "parts", "torch"]):
+        case "one file":
+            (directory / "model.safetensors").write_bytes(WEIGHTS)
+        case "parts":
+            for shard in SHARDS:
+                (directory / shard).write_bytes(WEIGHTS)
+            index = {"metadata": {}, "weight_map": dict(zip("ab", SHARDS, strict=True))}
+            (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+        case "torch":
+            with zipfile.ZipFile(directory / "pytorch_model.bin", "w") as archive:
+                archive.writestr("data.pkl", b"\x80\x02.")
+    return sorted(path.name for path in directory.iterdir())
+
+
+def damage(path: Path, rng: random.Random) -> str | None:
+    """Makes a file something else. Returns what a message has to say of it; None if nothing can tell."""
+    content = path.read_bytes()
+    kinds: dict[str, bytes] = {
+        "pointer of Git LFS": POINTER,
+        "pointer of Xet": b"# xet version 0\nfilesize = 5",
+        "page of HTML": PAGE,
+        "XML document": b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>',
+    }
+    if path.suffix != ".jinja":
+        kinds |= {"empty": b"", "cut off|not of the format": content[: rng.randrange(1, len(content))]}
+    if path.suffix == ".json":
+        kinds |= {"no JSON object|index of weight files": rng.choice([b"[]", b"7", b'"text"', b"null"])}
+    if path.name.endswith("index.json"):
+        maps = [{}, {"weight_map": {}}, {"weight_map": {"a": 7}}, {"weight_map": SHARDS}, {"weight_map": {"a": None}}]
+        kinds |= {"index of weight files": json.dumps(rng.choice(maps)).encode()}
+    kind = rng.choice([*kinds, "directory", "link to a file that is not there"])
+    path.unlink()
+    if kind == "directory":
+        path.mkdir()
+    elif kind not in kinds:
+        path.symlink_to("../../blobs/0123")
+    else:
+        path.write_bytes(kinds[kind])
+    return kind
+
+
+@given(st.integers(0, 2**32))
+@settings(deadline=None, max_examples=examples(400), suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whichever_file_is_damaged_is_named_with_what_it_is(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    name = rng.choice(write_whole(tmp_path, rng))
+    find_model(str(tmp_path), {}, needs_weights=True)
+    kind = damage(tmp_path / name, rng)
+    message = rf"{re.escape(name)} is .*({kind})"
+    with pytest.raises(ConfigError, match=message):
+        find_model(str(tmp_path), {}, needs_weights=True)
+    if (tmp_path / "config.json").is_file():  # else the configuration refuses it
+        with pytest.raises(ValueError, match=message):
+            load_runner(WorkerConfig(model=str(tmp_path), worker_id="w", role="decode"))
+    if name in TOKENIZER_FILES:
+        with pytest.raises(TokenizerNotFound, match=message):
+            load_source(str(tmp_path))
+
+
+def test_a_worker_looks_at_the_cached_files_of_a_name_too(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = Path(find_model("org/there", {**hub.environ, "HF_HOME": str(tmp_path)}, needs_weights=True))
+    (directory / "tokenizer.json").unlink()
+    (directory / "tokenizer.json").write_bytes(POINTER)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(ValueError, match=r"tokenizer\.json is a pointer of Git LFS"):
+        load_runner(WorkerConfig(model="org/there", worker_id="w", role="decode"))
 
 
 def test_the_demo_model_is_what_it_says() -> None:

@@ -38,14 +38,16 @@ def test_reads_a_directory(tmp_path: Path) -> None:
 )
 def test_takes_the_template_from_the_config(tmp_path: Path, entry: object) -> None:
     write_text_model(tmp_path, template=None)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entry}))
+    stated = {"tokenizer_class": "TokenizersBackend", "chat_template": entry}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(stated))
     assert load_source(str(tmp_path)).chat_template == "{{ old }}"
 
 
 @pytest.mark.parametrize("entry", [["{{ old }}"], [{"template": "{{ old }}"}], [{"name": "default"}]])
 def test_templates_without_names_are_refused(tmp_path: Path, entry: object) -> None:
     write_text_model(tmp_path, template=None)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entry}))
+    stated = {"tokenizer_class": "TokenizersBackend", "chat_template": entry}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(stated))
     with pytest.raises(TokenizerNotFound, match="a name and a template"):
         load_source(str(tmp_path))
 
@@ -208,7 +210,8 @@ def test_a_list_of_texts_and_ids_is_read_where_there_is_no_other(special: str | 
     ],
 )
 def test_what_describes_no_token_is_refused(files: dict[str, Any], tmp_path: Path) -> None:
-    write(tmp_path / "model", {}, files)
+    stated = {"tokenizer_class": "PreTrainedTokenizerFast", **files["tokenizer_config"]}
+    write(tmp_path / "model", {}, files | {"tokenizer_config": stated})
     with pytest.raises(TokenizerNotFound, match="added tokens"):
         TextService.load(str(tmp_path / "model"))
 

@@ -10,6 +10,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from kvrelay.backends.backend import KVLayout
+from kvrelay.model_directory import cached_snapshot
 
 _WHOLE_BYTES = 64 * 2**20  # files up to this size are hashed whole
 _NUM_SAMPLES = 256
@@ -62,9 +63,9 @@ def find_model_dir(name: str) -> Path:
     """The directory of a loaded model: `name` itself, or the hub name's snapshot in the local cache."""
     if Path(name).is_dir():
         return Path(name)
-    config = cached_file(name, "config.json", local_files_only=True)
-    assert config is not None  # cached_file raises if the file is missing
-    return Path(config).parent
+    snapshot = cached_snapshot(name)
+    assert snapshot is not None
+    return snapshot
 
 
 def weight_files(name: str) -> list[str]:

@@ -66,7 +66,6 @@ _NOT_HONOURED: dict[str, tuple[object, ...]] = {
     "exponential_decay_length_penalty": (),
     "bad_words_ids": (),
     "sequence_bias": (),
-    "stop_strings": (),
     "min_length": (0,),
     "max_length": (20,),  # the default of transformers, which older files state
     "max_time": (),
@@ -196,6 +195,8 @@ class SamplingDefaults:
     """None: the endpoint's own."""
     suppressed_ids: tuple[int, ...] = ()
     """Tokens that no output has unless its request biases them."""
+    stop: tuple[str, ...] = ()
+    """Stop strings of requests that have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +345,12 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingDefaults:
         values["suppressed_ids"] = tuple(dict.fromkeys(suppressed))
     else:
         logger.warning("generation_config.json: suppress_tokens is not a list of token ids and left out")
+    stop = generation_config.get("stop_strings") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    if isinstance(stop, list) and all(isinstance(each, str) and each for each in stop):
+        values["stop"] = tuple(stop)
+    else:
+        logger.warning("generation_config.json: stop_strings is not a list of texts and left out")
     ignored = [
         name for name, harmless in _NOT_HONOURED.items() if not _is_harmless(generation_config.get(name), harmless)
     ]

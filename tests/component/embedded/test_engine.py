@@ -6,6 +6,7 @@ import gc
 import json
 import random
 import shutil
+import string
 import threading
 import weakref
 from collections.abc import Iterator
@@ -16,9 +17,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from kvrelay import LLM, Engine, SamplingParams
 from kvrelay.config.worker import WorkerConfig
@@ -86,27 +87,86 @@ def test_greedy_output_is_that_of_transformers(model: Path, llm: LLM) -> None:
     check_empty(llm.engine)
 
 
+def generation_fields(rng: random.Random) -> dict[str, Any]:
+    """Fields of a `generation_config.json` that are honoured, and some that are warned of, with harmless values."""
+    fields: dict[str, Any] = {"do_sample": False, "max_new_tokens": rng.randint(1, 20)}
+    # With transformers a stop string counts before `min_new_tokens`, and in the names of special tokens.
+    least = {"min_new_tokens": rng.randint(0, fields["max_new_tokens"])}
+    fields |= rng.choice([{}, least, {"stop_strings": rng.sample(string.ascii_uppercase, rng.randint(1, 9))}])
+    fields |= rng.choice([{}, {"suppress_tokens": rng.sample(range(256), rng.randint(1, 200))}])
+    fields |= rng.choice([{}, {"repetition_penalty": rng.choice([1.0, 1.3, 0.8])}])
+    return fields | rng.choice([{}, {"no_repeat_ngram_size": 0, "num_beams": 1, "begin_suppress_tokens": None}])
+
+
+def check_as_generated(
+    llm: LLM, reference_model: Any, prompt: list[int], config: GenerationConfig, params: SamplingParams
+) -> None:
+    """The output is that of transformers, but for its end tokens and what a stop string cuts off."""
+    tokenizer = AutoTokenizer.from_pretrained(llm.engine.spec.name)
+    generated = reference_model.generate(torch.tensor([prompt]), generation_config=config, tokenizer=tokenizer)
+    expected = generated[0, len(prompt) :].tolist()
+    (output,) = llm.generate([prompt], params, progress=False)[0].outputs
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    kept = expected[:-1] if expected[-1] in ends else expected
+    text = str(tokenizer.decode(kept, skip_special_tokens=True))
+    found = [place for each in config.stop_strings or () if (place := text.find(each)) >= 0]
+    assert output.text == text[: min(found, default=len(text))]
+    if not found:
+        assert [each for each in output.token_ids if each not in ends] == kept
+    assert output.finish_reason == ("stop" if found or kept != expected else "length")
+
+
 @settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 2**32))
 def test_defaults_of_the_generation_config_give_what_transformers_generates(
     model: Path, llm: LLM, reference_model: Any, seed: int
 ) -> None:
     rng = random.Random(seed)
-    fields: dict[str, Any] = {"do_sample": False, "max_new_tokens": rng.randint(1, 20)}
-    fields |= rng.choice([{}, {"min_new_tokens": rng.randint(0, fields["max_new_tokens"])}])
-    fields |= rng.choice([{}, {"suppress_tokens": rng.sample(range(256), rng.randint(1, 200))}])
-    prompt, bias = prompt_of(rng), rng.uniform(-3, 3)  # so that some outputs end early
+    fields, prompt = generation_fields(rng), prompt_of(rng)
+    # So that some outputs end early. The two are not added in transformers' order.
+    bias = 0.0 if "repetition_penalty" in fields else rng.uniform(-3, 3)
     config = GenerationConfig(**fields, eos_token_id=256, pad_token_id=0, sequence_bias=[[[256], bias]])
-    expected = reference_model.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt) :].tolist()
     service = llm.engine._text.service
     before, service.sampling_defaults = service.sampling_defaults, sampling_defaults(fields)
     try:
-        (output,) = llm.generate([prompt], SamplingParams(logit_bias={256: bias}), progress=False)[0].outputs
+        check_as_generated(llm, reference_model, prompt, config, SamplingParams(logit_bias={256: bias}))
     finally:
         service.sampling_defaults = before
-    ended = expected[-1] == 256
-    assert [each for each in output.token_ids if each != 256] == expected[: len(expected) - ended]
-    assert output.finish_reason == ("stop" if ended else "length")
+
+
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 2**32))
+def test_a_directory_gives_what_transformers_generates_with_its_files(
+    model: Path, reference_model: Any, tmp_path: Path, seed: int
+) -> None:
+    """Outputs also end where the tokenizer alone says so."""
+    rng = random.Random(seed)
+    shutil.rmtree(tmp_path / "copy", ignore_errors=True)
+    copy = shutil.copytree(model, tmp_path / "copy")
+    ids = [None, 256, 70, [71, 72, 256], []]
+    config, stated = (json.loads((copy / f"{name}config.json").read_text()) for name in ("", "tokenizer_"))
+    (copy / "config.json").write_text(json.dumps(config | {"eos_token_id": rng.choice(ids)}))
+    fields = generation_fields(rng) | rng.choice([{}, {"eos_token_id": rng.choice(ids)}])
+    (copy / "generation_config.json").write_text(json.dumps(fields))
+    token = rng.choice([None, "<|end|>", "<|user|>", "G"])
+    described = {"__type": "AddedToken", "content": token, "special": True}
+    stated["eos_token"] = described if token and rng.random() < 0.5 else token
+    if rng.random() < 0.3:
+        stated |= {"tokenizer_class": "GPT2Tokenizer"}  # whose own end token is beyond the vocabulary
+        del stated["eos_token"]
+        token = None
+    (copy / "tokenizer_config.json").write_text(json.dumps(stated))
+    own = GenerationConfig.from_pretrained(copy)
+    ends = {*listed(own.eos_token_id), *listed(AutoConfig.from_pretrained(copy).eos_token_id)}
+    ends |= set() if token is None else {AutoTokenizer.from_pretrained(copy).eos_token_id}
+    own.update(eos_token_id=sorted(ends) or None, pad_token_id=0)
+    with LLM(str(copy), **SMALL, max_model_len=256) as llm:
+        for _ in range(4):
+            check_as_generated(llm, reference_model, prompt_of(rng), own, SamplingParams())
+
+
+def listed(ids: int | list[int] | None) -> list[int]:
+    return [] if ids is None else ids if isinstance(ids, list) else [ids]
 
 
 def test_an_end_that_only_the_tokenizer_names_ends_constrained_output(model: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, SkipValidation, WithJsonSchema, Wra
 from kvrelay.protocol.packed_logprobs import own_logprobs
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.text.chat_template import Message
-from kvrelay.text.choice import Choice
+from kvrelay.text.choice import Choice, StopRules
 from kvrelay.text.request.api_error import context_length_exceeded, wrong
 from kvrelay.text.request.generation_fields import GenerationFields
 from kvrelay.text.request.parsing import FlagOn, OrDefault, RequestModel, invalid, parse, wrong_type
@@ -23,7 +23,6 @@ from kvrelay.text.request.validation import (
     allowed_output,
     check_tokenized,
     make_sampling,
-    stop_rules,
 )
 from kvrelay.text.service import TextTooLong, count_chars
 from kvrelay_router.access.identity import RequestNames
@@ -145,7 +144,7 @@ async def plan_select(
     for text, own in zip(texts, parts, strict=True):
         runs: list[PromptRun] = []
         for endings in own:
-            runs.append(_run(service, fields, next(generates), endings, index))
+            runs.append(_run(service, next(generates), endings, index))
             index += len(endings)
         groups.append(ScoredGroup(runs, index - len(text.endings), len(text.endings), text.first))
     all_runs = [run for group in groups for run in group.runs]
@@ -170,12 +169,9 @@ def _parts(text: TokenizedChoices, sampling: Sampling) -> list[list[Ending]]:
     return parts
 
 
-def _run(
-    service: ApiService, fields: GenerationFields, generate: GenerateRequest, endings: list[Ending], first_index: int
-) -> PromptRun:
-    stop = stop_rules(fields, service.text.sampling_defaults)
-    # No sequence generates tokens, so the choices can share one detokenizer.
-    detokenizer = service.text.detokenizer([], skip_special_tokens=True)
+def _run(service: ApiService, generate: GenerateRequest, endings: list[Ending], first_index: int) -> PromptRun:
+    # No sequence generates tokens, so nothing stops, and the choices can share one detokenizer.
+    detokenizer, stop = service.text.detokenizer([], skip_special_tokens=True), StopRules([], frozenset(), 0, False)
     choices = [Choice(first_index + at, detokenizer, stop, keeps_token_ids=False) for at in range(len(endings))]
     return PromptRun(msgspec.structs.replace(generate, endings=endings, num_sequences=len(endings)), choices)
 

@@ -211,7 +211,8 @@ def make_sampling(
 def stop_rules(fields: GenerationFields, defaults: SamplingDefaults) -> StopRules:
     """Stop conditions that the router applies to a text."""
     min_tokens = _or(fields.min_tokens, defaults.min_tokens)
-    return StopRules(fields.stop, frozenset(fields.stop_token_ids), min_tokens, fields.keeps_stop_string)
+    strings = fields.stop or ([] if fields.use_beam_search else [*defaults.stop])
+    return StopRules(strings, frozenset(fields.stop_token_ids), min_tokens, fields.keeps_stop_string)
 
 
 def _or(value: Number | None, default: Number) -> Number:

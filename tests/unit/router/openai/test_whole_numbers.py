@@ -91,6 +91,9 @@ def test_what_all_choices_found_was_cached() -> None:
             SamplingDefaults(min_tokens=3, max_tokens=9, suppressed_ids=(7, 2)),
         ),
         ({"min_new_tokens": -1, "max_new_tokens": 0, "suppress_tokens": ["a"]}, SamplingDefaults()),
+        ({"stop_strings": ["a", "bc"]}, SamplingDefaults(stop=("a", "bc"))),
+        ({"stop_strings": "a"}, SamplingDefaults(stop=("a",))),
+        ({"stop_strings": ["a", ""]}, SamplingDefaults()),
         ({"temperature": None, "top_p": "high", "top_k": True, "min_p": 7}, SamplingDefaults()),
     ],
 )
@@ -155,6 +158,17 @@ def test_lengths_and_suppressed_tokens_are_those_of_the_model_unless_the_request
     assert (made(min_tokens=None).min_tokens, made(min_tokens=0).min_tokens, made(min_tokens=7).min_tokens) == (5, 0, 7)
     assert (made(max_tokens=2).min_tokens, made(max_tokens=2).max_tokens) == (2, 2)
     assert made(logit_bias={"4": 1}).logit_bias == {3: SUPPRESSED, 4: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "strings"),
+    [({}, ["a", "bc"]), ({"stop": None}, ["a", "bc"]), ({"stop": "d"}, ["d"]), ({"use_beam_search": True}, [])],
+)
+def test_stop_strings_of_the_model_are_those_of_requests_without_any(
+    fields: dict[str, Any], strings: list[str]
+) -> None:
+    request = CompletionRequest.model_validate({"model": "m", "prompt": "p", **fields})
+    assert stop_rules(request, SamplingDefaults(stop=("a", "bc"))).strings == strings
 
 
 def test_the_length_of_the_model_is_cut_to_what_fits() -> None:

@@ -29,6 +29,8 @@ _TYPES = [each for each in _TYPES if each is not msgspec.Struct]
 _REFERENCES, _COMPONENTS = msgspec.json.schema_components(_TYPES, ref_template=REFERENCE)
 _OF_TYPE = dict(zip(_TYPES, _REFERENCES, strict=True))
 
+LARGEST = 2**64 - 1
+"""The largest integer that a body may have."""
 OWN_ANSWERS = "x-answers"
 """The key of an operation's answers until they replace FastAPI's."""
 _ANY = {"application/json": "object", "text/html": "string", "text/plain": "string"}
@@ -148,7 +150,7 @@ def _complete(part: Any, num_tokens: int | None) -> None:
     and generators of clients want items of every list."""
     if isinstance(part, dict) and part.get("type") == "integer" and not part.keys() & {"maximum", "exclusiveMaximum"}:
         is_token = part.get("format") == TOKEN_SCHEMA["format"]
-        part["maximum"] = num_tokens - 1 if is_token and num_tokens is not None else 2**64 - 1
+        part["maximum"] = num_tokens - 1 if is_token and num_tokens is not None else LARGEST
     if isinstance(part, dict) and part.get("type") == "array":
         part.setdefault("items", {})
     for each in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():

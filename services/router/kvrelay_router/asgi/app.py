@@ -50,6 +50,7 @@ from kvrelay_router.asgi.answers import (
     Version,
 )
 from kvrelay_router.asgi.api_description import (
+    LARGEST,
     OF_RESPONSES,
     OF_SESSION,
     PAGE_QUERIES,
@@ -290,6 +291,16 @@ EXAMPLES = {
 }
 """Bodies to begin with, by path."""
 
+_BOUNDS = {
+    "minimum": "at least {}",
+    "exclusiveMinimum": "more than {}",
+    "maximum": "at most {}",
+    "exclusiveMaximum": "less than {}",
+    "maxLength": "at most {} characters",
+    "maxItems": "at most {}",
+    "maxProperties": "at most {}",
+}
+
 
 def api_page(schema: Mapping[str, Any], model: str) -> bytes:
     """The page for an OpenAPI schema. `model`: the name in the examples."""
@@ -307,7 +318,7 @@ def _section(path: str, method: str, described: Mapping[str, Any], model: str) -
     attributes = f'data-method="{method}" data-path="{escape(path, quote=True)}"'
     parts = [f"<details {attributes}><summary><b>{method}</b> <code>{escape(path)}</code> {about}</summary>"]
     if rows := dict(row for body in bodies(described) for row in _rows(body)):
-        parts += ["<table><thead><tr><th>Field</th><th>Type</th><th>Default</th><th>Meaning</th></tr></thead><tbody>"]
+        parts += ["<table><thead><tr><th>Field</th><th>Type</th><th>Bounds</th><th>Default</th></tr></thead><tbody>"]
         parts += [*rows.values(), "</tbody></table>"]
     if "{" in path:
         parts.append(f'<label>Path <input class="path" value="{escape(path, quote=True)}"></label>')
@@ -321,8 +332,8 @@ def _rows(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """A row for each field, by its name."""
     required = set(schema.get("required", ()))
     for name, field in schema.get("properties", {}).items():
-        default = "required" if name in required else escape(repr(field["default"])) if "default" in field else ""
-        cells = (f"<code>{escape(name)}</code>", escape(_type(field)), default, escape(field.get("description") or ""))
+        default = "required" if name in required else escape(json.dumps(field["default"])) if "default" in field else ""
+        cells = (f"<code>{escape(name)}</code>", escape(_type(field)), _bounds(field), default)
         yield name, f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
@@ -331,10 +342,24 @@ def _type(field: Mapping[str, Any]) -> str:
     if "$ref" in field:
         return str(field["$ref"]).rsplit("/", 1)[-1]
     if "enum" in field or "const" in field:
-        return ", ".join(map(str, field.get("enum", [field.get("const")])))
+        return ", ".join(
+            each if isinstance(each, str) else json.dumps(each) for each in field.get("enum", [field.get("const")])
+        )
     for name in ("anyOf", "oneOf", "allOf"):
         if name in field:
-            return " or ".join(dict.fromkeys(_type(each) for each in field[name] if each.get("type") != "null"))
+            return " or ".join(dict.fromkeys(_type(each) for each in field[name] if not _is_nothing(each)))
     if field.get("type") == "array":
         return f"list of {_type(field.get('items', {})) or 'anything'}"
     return str(field.get("type", ""))
+
+
+def _is_nothing(field: Mapping[str, Any]) -> bool:
+    """Whether it is a form of no value."""
+    return field.get("type") == "null" or field.get("const") in (False, "") or field.get("maxItems") == 0
+
+
+def _bounds(field: Mapping[str, Any]) -> str:
+    """Of a number, or of the length of a text or list."""
+    bounded = next((each for each in field.get("anyOf", [field]) if not _is_nothing(each)), field)
+    found = {name: bounded[name] for name in _BOUNDS if bounded.get(name, LARGEST) != LARGEST}
+    return ", ".join(_BOUNDS[name].format(bound) for name, bound in found.items())

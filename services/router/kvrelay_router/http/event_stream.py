@@ -24,7 +24,7 @@ _LINE_ENDS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\
 
 def escaped(events: bytes) -> bytes:
     """The events, without such characters in their JSON."""
-    if not events.isascii():
+    if 0xE2 in events or 0xC2 in events:  # their first bytes
         for character, in_json in _LINE_ENDS:
             events = events.replace(character, in_json)
     return events

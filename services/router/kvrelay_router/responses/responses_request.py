@@ -24,7 +24,7 @@ from kvrelay.text.request.parsing import (
 )
 from kvrelay.text.request.sampling_fields import MAX_LOGPROBS
 from kvrelay_router.openai.chat_request import MAX_ARGUMENTS_CHARS, MAX_PARTS, arguments_of, joined_parts, string_field
-from kvrelay_router.openai.tool_fields import MAX_TOOLS, MAX_TOOLS_BYTES
+from kvrelay_router.openai.tool_fields import MAX_TOOLS, MAX_TOOLS_BYTES, NAME
 
 FIELD_NAMES = {"response_format": "text.format", "response_format.json_schema": "text.format", "messages": "input"}
 """The fields of a response, by those of the chat completion that it is converted to."""
@@ -77,6 +77,38 @@ _ITEM = {
         object_schema({"type": {"const": "item_reference"}, "id": _TEXT}, "id"),
     ]
 }
+_FUNCTION = object_schema(
+    {
+        "type": {"const": "function"},
+        "name": {"type": "string", "pattern": f"^{NAME.pattern}$"},
+        "description": or_null(_TEXT),
+        "parameters": or_null({"type": "object"}),
+        "strict": or_null({"type": "boolean"}),
+    },
+    "type",
+    "name",
+)
+_FUNCTIONS: dict[str, Any] = {"type": "array", "items": _FUNCTION}
+_NAMESPACE = {"type": {"const": "namespace"}, "name": _TEXT, "tools": _FUNCTIONS}
+_TOOLS: dict[str, Any] = {
+    "type": "array",
+    "maxItems": MAX_TOOLS,
+    "items": {"anyOf": [_FUNCTION, object_schema(_NAMESPACE, *_NAMESPACE)]},
+}
+_NAMED = object_schema({"type": {"const": "function"}, "name": _TEXT}, "type", "name")
+_ALLOWED = {
+    "type": {"const": "allowed_tools"},
+    "mode": {"enum": ["auto", "required"]},
+    "tools": {"type": "array", "minItems": 1, "maxItems": MAX_TOOLS, "items": _NAMED},
+}
+_CHOICE = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required"]},
+        _NAMED,
+        object_schema(_ALLOWED, *_ALLOWED),
+        {"type": "null"},
+    ]
+}
 _INPUT = {"anyOf": [_TEXT, {"type": "array", "items": _ITEM}]}
 
 
@@ -93,8 +125,8 @@ class ResponsesRequest(RequestModel):
     include: Annotated[list[str], OrDefault([])] = Field(default_factory=list)
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
-    tools: Annotated[list[Any], OrDefault([])] = Field(default_factory=list)
-    tool_choice: Any = None
+    tools: Annotated[list[Any], OrDefault([]), WithJsonSchema(or_null(_TOOLS))] = Field(default_factory=list)
+    tool_choice: Annotated[Any, WithJsonSchema(_CHOICE)] = None
     parallel_tool_calls: FlagOn = True
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA)] | None = None
     stream: Flag = False

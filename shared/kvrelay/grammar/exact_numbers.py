@@ -320,8 +320,8 @@ def _number(low: Bound, high: Bound, *, is_integer: bool) -> str:
         nearest = low if low is not None and low[0] >= 0 else (Decimal(0), True)
         parts.append(_magnitude("", nearest, high, is_integer))
     if low is None or low[0] < 0:
-        nearest = (Decimal(0), False) if high is None or high[0] >= 0 else (-high[0], high[1])
-        farthest = None if low is None else (-low[0], low[1])
+        nearest = (Decimal(0), False) if high is None or high[0] >= 0 else (high[0].copy_negate(), high[1])
+        farthest = None if low is None else (low[0].copy_negate(), low[1])
         parts.append(_magnitude("-", nearest, farthest, is_integer))
     found = [each for each in parts if each is not None]
     if not found:

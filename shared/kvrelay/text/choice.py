@@ -60,9 +60,13 @@ def join_deltas(deltas: list[SequenceDelta]) -> SequenceDelta:
     )
 
 
+MOST_SINGLE = 256
+
+
 def single_tokens(delta: SequenceDelta) -> list[SequenceDelta]:
-    """Returns a delta for each token, if tokens have log-probabilities."""
-    if len(delta.logprobs) < 2:
+    """Returns a delta for each token, if tokens have log-probabilities. More than `MOST_SINGLE` stay together: they wait
+    for a client that reads slowly, and an event for each would hold the loop for seconds."""
+    if not 2 <= len(delta.logprobs) <= MOST_SINGLE:
         return [delta]
     parts = [
         SequenceDelta(delta.sequence, [token_id], [entry])

@@ -104,7 +104,7 @@ INPUTS: dict[str, Case] = {
     "items of long texts": (
         "/generative_scoring",
         lambda: body_of(query=TEXT * 1000, items=[TEXT * 200] * 1000, label_token_ids=[7]),
-        400,
+        200,
     ),
     "stop strings": (COMPLETION, lambda: repeated(b'"prompt":"x","stop":[', b'"x"', b"]}", NUM_OBJECTS), 400),
     "stop tokens": (COMPLETION, lambda: repeated(b'"prompt":"x","stop_token_ids":[', b"1", b"]}"), 400),

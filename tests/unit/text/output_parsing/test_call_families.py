@@ -66,6 +66,13 @@ def test_text_without_calls_is_content(family: Family) -> None:
         assert calls_of(events) == [] and content_of(events) == text
 
 
+def is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
 @settings(max_examples=examples(80), deadline=None)
 @given(st.data())
 @pytest.mark.parametrize("name", FAMILIES)
@@ -80,7 +87,9 @@ def test_any_text_survives_in_any_pieces(name: str, data: st.DataObject) -> None
     kept = all_text_of(whole)
     if not calls_of(whole) and name != "harmony":
         assert kept == text
-    if name != "harmony" and '"name"' not in text:  # headers, and fields beside the name, are no text
+    is_cut = any(not is_object(arguments) for _, arguments in calls_of(whole))  # with the name of an argument, say
+    # Headers, and fields beside the name, are no text.
+    if name != "harmony" and '"name"' not in text and not is_cut:
         assert kept.count("🦦") == text.count("🦦")
 
 

@@ -64,8 +64,8 @@ MOST_SINGLE = 256
 
 
 def single_tokens(delta: SequenceDelta) -> list[SequenceDelta]:
-    """Returns a delta for each token, if tokens have log-probabilities. More than `MOST_SINGLE` stay together: they wait
-    for a client that reads slowly, and an event for each would hold the loop for seconds."""
+    """Returns a delta for each token, if tokens have log-probabilities. More than `MOST_SINGLE` stay together: they
+    wait for a client that reads slowly, and an event for each would hold the loop for seconds."""
     if not 2 <= len(delta.logprobs) <= MOST_SINGLE:
         return [delta]
     parts = [

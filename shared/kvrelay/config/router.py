@@ -110,6 +110,7 @@ class RouterConfig(CommonConfig):
     root_path: str = Field(
         default="",
         pattern=r"^((/[A-Za-z0-9._~-]+)+|)$",
+        json_schema_extra={"form": "a path that begins with a slash and ends without one, as in /llm"},
         description="path before those of the API behind a proxy, as in /llm: requests may have it or not, and "
         "/openapi.json says it",
     )

@@ -9,6 +9,7 @@
  * The residual stream and every sum are float. Activations that enter a matrix product are float or bfloat16.
  */
 #include "cpu_linear.c"
+#include "cpu_rounding.c"
 #include "cpu_kernel.c"
 #include "cpu_sampling.c"
 #include "cpu_ranks.c"

@@ -1,5 +1,5 @@
 /* Linear layers of the decoder: activations [tokens, num_in] times weights packed in panels (see cpu_panels.c), which are
- * of the activations' type or integers with scales. Integers are widened a block at a time, for all tokens of a step.
+ * of the activations' type or integers with scales (see cpu_integers.c).
  */
 #pragma once
 #include "cpu_panels.c"
@@ -15,21 +15,13 @@ enum { FLOAT16 = 4 };
 
 typedef struct {
     const char *panels;
-    const char *scales;  /* [num_in / group][panels * PANEL] of integer weights, or null */
+    const char *scales;  /* [panels][num_in / group, rounded up][PANEL] of integer weights, or null */
     const int8_t *zeros; /* of the scales' shape: what is subtracted from the integers, or null */
     const float *bias;   /* [panels * PANEL], or null */
     int64_t num_out, num_in, format;
     int64_t group;      /* rows of K that share a scale and a zero point */
     int64_t scale_type; /* FLOAT32, BFLOAT16 or FLOAT16 */
 } Linear;
-
-INLINE float element(const char *base, int64_t index, const int type) {
-    if (type == FLOAT32) return ((const float *)base)[index];
-    uint32_t bits = (uint32_t)((const uint16_t *)base)[index] << 16;
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
 
 INLINE void put(char *out, int64_t at, float x, const int type) {
     if (type == FLOAT32) {
@@ -41,135 +33,7 @@ INLINE void put(char *out, int64_t at, float x, const int type) {
     ((uint16_t *)out)[at] = x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
-/* ---- integer weights ---- */
-
-/* INT8 holds one byte for each element of a panel, in a panel's order. INT4 holds a vector of bytes for two vectors of a
- * panel: the first in the lower four bits, biased by 8, and the second in the upper four. */
-#define INT4_BIAS 8
-
-INLINE int64_t stored_bytes(int64_t count, int64_t format) {
-    return format == INT4 ? count * PANEL / 2 : format == INT8 ? count * PANEL : panel_bytes(count, (int)format);
-}
-
-/* Elements of a vector of the activations' type. */
-#define WIDE(type) ((type) == BFLOAT16 ? 32 : 16)
-
-/* Half precision, finite numbers only: exponent and mantissa are moved to where a float has them, with another bias. */
-INLINE vfloat half_to_float(const char *base, int64_t index) {
-    vhalf raw;
-    memcpy(&raw, base + index * 2, sizeof raw);
-    const vuint bits = __builtin_convertvector(raw, vuint);
-    const vfloat magnitude = (vfloat)((bits & 0x7fff) << 13) * 0x1p112f;
-    return (vfloat)((vuint)magnitude | (bits & 0x8000) << 16);
-}
-
-INLINE void load_scales(const Linear *l, int64_t at, float *scales) {
-    for (int c = 0; c < PANEL; c += LANES) {
-        const vfloat x = l->scale_type == FLOAT16    ? half_to_float(l->scales, at + c)
-                         : l->scale_type == BFLOAT16 ? load(l->scales, at + c, BFLOAT16)
-                                                     : load(l->scales, at + c, FLOAT32);
-        store((char *)scales, c, x, FLOAT32);
-    }
-}
-
-/* Zero points of a panel's columns in the order of its elements, of which those of bfloat16 are in pairs. */
-#define SPREAD (2 * PANEL)
-
-INLINE void spread_zeros(const int8_t *zeros, int16_t *spread, const int type) {
-    for (int i = 0; i < SPREAD; i++) spread[i] = zeros[type == BFLOAT16 ? i / 2 : i % PANEL];
-}
-
-/* Each of `widen_*` stores integers, minus their zero points if `shifted`. The differences have at most 9 bits with a
- * sign, so bfloat16 holds all of them. */
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-INLINE __m512i integers(const char *from, const int16_t *zeros, const int shifted) {
-    const __m512i codes = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
-    return shifted ? _mm512_sub_epi32(codes, _mm512_cvtepi16_epi32(_mm256_load_si256((const __m256i *)zeros))) : codes;
-}
-
-INLINE void widen_int8(const char *from, char *to, int64_t count, const int16_t *zeros, const int shifted, const int type) {
-    for (int64_t i = 0; i < count; i += 32) {
-        __builtin_prefetch(from + i + PREFETCH_BYTES, 0, PREFETCH_LOCALITY);
-        const int16_t *zero = zeros + i % SPREAD;
-        const __m512 low = _mm512_cvtepi32_ps(integers(from + i, zero, shifted));
-        const __m512 high = _mm512_cvtepi32_ps(integers(from + i + 16, zero + 16, shifted));
-        if (type == BFLOAT16) {
-            _mm512_store_si512(to + i * 2, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-        } else {
-            _mm512_store_ps((float *)to + i, low);
-            _mm512_store_ps((float *)to + i + 16, high);
-        }
-    }
-}
-
-/* Biased codes become the lowest bits of an index into a table: vpermw takes five of them, which hold every difference of
- * code and zero point, and vpermps takes four. */
-INLINE void widen_int4(const char *from, char *to, int64_t count, const int16_t *zeros, const int shifted, const int type) {
-    const __m512i codes = _mm512_set_epi32(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
-    const __m512 values = _mm512_cvtepi32_ps(codes), lower = _mm512_sub_ps(values, _mm512_set1_ps(8.0f));
-    const __m512 upper = _mm512_add_ps(values, _mm512_set1_ps(8.0f));
-    /* Of codes alone the table repeats; differences of -16 to 15 are indices in two's complement. */
-    const __m512i table = shifted ? (__m512i)_mm512_cvtne2ps_pbh(lower, upper) : (__m512i)_mm512_cvtne2ps_pbh(values, values);
-    const __m512i bias = _mm512_set1_epi16(INT4_BIAS), four_bits = _mm512_set1_epi16(15);
-    const __m512i low_zeros = _mm512_add_epi16(_mm512_load_si512(zeros), bias);
-    const __m512i high_zeros = _mm512_add_epi16(_mm512_load_si512(zeros + 32), bias);
-    for (int64_t i = 0; i < count; i += 2 * WIDE(type)) {
-        __builtin_prefetch(from + i / 2 + PREFETCH_BYTES, 0, PREFETCH_LOCALITY);
-        if (type == BFLOAT16) {
-            __m512i low = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(from + i / 2)));
-            __m512i high = _mm512_srli_epi16(low, 4);
-            if (shifted) {
-                low = _mm512_sub_epi16(_mm512_and_si512(low, four_bits), low_zeros);
-                high = _mm512_sub_epi16(high, high_zeros);
-            }
-            _mm512_store_si512(to + i * 2, _mm512_permutexvar_epi16(low, table));
-            _mm512_store_si512(to + i * 2 + 64, _mm512_permutexvar_epi16(high, table));
-        } else {
-            const __m512i low = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(from + i / 2)));
-            __m512 first = _mm512_permutexvar_ps(low, values);
-            __m512 second = _mm512_permutexvar_ps(_mm512_srli_epi32(low, 4), values);
-            if (shifted) {
-                const __m256i *zero = (const __m256i *)zeros;
-                first = _mm512_sub_ps(first, _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm256_load_si256(zero))));
-                second = _mm512_sub_ps(second, _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm256_load_si256(zero + 1))));
-            }
-            _mm512_store_ps((float *)to + i, first);
-            _mm512_store_ps((float *)to + i + 16, second);
-        }
-    }
-}
-#else
-INLINE void widen_int8(const char *from, char *to, int64_t count, const int16_t *zeros, const int shifted, const int type) {
-    for (int64_t i = 0; i < count; i++) put(to, i, (float)((int8_t)from[i] - (shifted ? zeros[i % SPREAD] : 0)), type);
-}
-
-INLINE void widen_int4(const char *from, char *to, int64_t count, const int16_t *zeros, const int shifted, const int type) {
-    for (int64_t i = 0; i < count; i += 2 * WIDE(type))
-        for (int64_t e = 0; e < WIDE(type); e++) {
-            const uint8_t both = (uint8_t)from[i / 2 + e];
-            const int low = shifted ? zeros[e] : 0, high = shifted ? zeros[WIDE(type) + e] : 0;
-            put(to, i + e, (float)((both & 15) - INT4_BIAS - low), type);
-            put(to, i + WIDE(type) + e, (float)((both >> 4) - INT4_BIAS - high), type);
-        }
-}
-#endif
-
-/* Widens a block of a panel's weights from row `k` on, and takes the scales of its columns. */
-INLINE void widen_block(const Linear *l, const char *block, int64_t k, int64_t panel, int64_t count, char *widened,
-                        float *scales, const int type) {
-    int16_t spread[SPREAD] __attribute__((aligned(64))) = {0};
-    const int64_t at = (k / l->group * (rounded_up(l->num_out, PANEL) / PANEL) + panel) * PANEL;
-    const int64_t elements = (type == BFLOAT16 ? rounded_up(count, 2) : count) * PANEL;
-    load_scales(l, at, scales);
-    if (l->zeros) {
-        spread_zeros(l->zeros + at, spread, type);
-        if (l->format == INT8) widen_int8(block, widened, elements, spread, 1, type);
-        else widen_int4(block, widened, elements, spread, 1, type);
-    } else {
-        if (l->format == INT8) widen_int8(block, widened, elements, spread, 0, type);
-        else widen_int4(block, widened, elements, spread, 0, type);
-    }
-}
+#include "cpu_integers.c"
 
 /* ---- a panel's results ---- */
 
@@ -233,20 +97,24 @@ INLINE void linear_panel(const Linear *l, const char *x, int64_t first, int64_t 
     const int product = type == BFLOAT16 && WIDENS_ACTIVATIONS ? WIDENED : type;
     float sums[ROWS_AT_ONCE * PANEL] __attribute__((aligned(64)));
     char widened[SUM_BLOCK * PANEL * 4] __attribute__((aligned(64)));
-    float scales[PANEL] __attribute__((aligned(64)));
-    const int64_t row_bytes = activation_bytes(l->num_in, product);
-    const int64_t whole = type == BFLOAT16 ? rounded_up(l->num_in, K_MULTIPLE) : l->num_in;
-    const int64_t step = l->scales ? at_most(SUM_BLOCK, l->group) : SUM_BLOCK;
-    const char *weights = l->panels + panel * stored_bytes(whole, l->format);
-    for (int64_t k = 0; k < l->num_in; k += step) {
-        const int64_t count = at_most(step, l->num_in - k);
-        const char *block = weights + stored_bytes(k, l->format);
-        if (l->scales) {
-            widen_block(l, block, k, panel, count, widened, scales, type);
-            block = widened;
+    float scales[GROUPS_AT_ONCE * PANEL] __attribute__((aligned(64)));
+    const int64_t row_bytes = activation_bytes(l->num_in, product), run = summed_at_once(l);
+    const int64_t step = run * at_most(GROUPS_AT_ONCE, SUM_BLOCK / run);
+    const char *weights = panel_of(l, panel, type);
+    x += first * row_bytes;
+    if (takes_few_rows(l, num_rows, padded, type)) {
+        few_rows(l, x, row_bytes, num_rows, panel, sums);
+    } else {
+        for (int64_t k = 0; k < l->num_in; k += step) {
+            const int64_t count = at_most(step, l->num_in - k);
+            const char *block = weights + stored_bytes(k, l->format);
+            if (l->scales) {
+                widen_block(l, block, k, panel, count, widened, scales, type);
+                block = widened;
+            }
+            add_block(x + activation_bytes(k, product), row_bytes, num_rows, block, count, sums, k > 0,
+                      l->scales ? scales : NULL, run, product, padded);
         }
-        add_block(x + first * row_bytes + activation_bytes(k, product), row_bytes, num_rows, block, count, sums, k > 0,
-                  l->scales ? scales : NULL, product, padded);
     }
     for (int64_t m = 0; m < num_rows; m++) put_row(l, sums + m * PANEL, first + m, panel, out, mode, type);
 }

@@ -68,7 +68,7 @@ LANE_SUM(all_lanes, eight_lanes, 1)
 /* Scores of up to PROMPT_ROWS rows, which are padded, and a panel of keys. */
 INLINE void panel_scores(const uint16_t *query, int64_t rows, const char *panel, float *score, const int64_t dim) {
     if (takes_tiles(rows, dim)) {
-        add_block((const char *)query, dim * 2, rows, panel, dim, score, 0, NULL, BFLOAT16, 1);
+        add_block((const char *)query, dim * 2, rows, panel, dim, score, 0, NULL, dim, BFLOAT16, 1);
         return;
     }
     for (int64_t first = 0; first < rows; first += CHAIN_ROWS)
@@ -157,7 +157,7 @@ static void prompt_rows(const Attention *a, const PairScratch *s, int64_t stored
             UNROLL for (int c = 0; c < PANEL; c += LANES)
                 store((char *)output, r * PANEL + c, load((const char *)output, r * PANEL + c, FLOAT32) * shrink[r], FLOAT32);
         add_block((const char *)s->weight, KEY_TILE * 2, rows, s->values + d / PANEL * panel_bytes(KEY_TILE, BFLOAT16),
-                  wide, output, 1, NULL, BFLOAT16, 1);
+                  wide, output, 1, NULL, wide, BFLOAT16, 1);
     }
 }
 

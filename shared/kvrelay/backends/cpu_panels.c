@@ -107,8 +107,19 @@ INLINE void add_widened_step(vfloat acc[TILE_ROWS][VECTORS], const char *const a
 /* Bytes of `count` activations of a row in a product of this type. */
 INLINE int64_t activation_bytes(int64_t count, const int type) { return count * (type == BFLOAT16 ? 2 : 4); }
 
-/* sums[r] = a[r] . block, or that times `scales` added to sums[r], for `rows` rows, `vectors` vectors of columns, and
- * `count` of the product's K. */
+/* sums[r] = acc[r], or that times `scales`; or added to sums[r]. */
+INLINE void put_sums(vfloat acc[TILE_ROWS][VECTORS], float *sums, int add, const float *scales, const int rows,
+                     const int vectors) {
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < vectors; v++) {
+            vfloat sum = acc[r][v];
+            if (scales) sum *= load((const char *)scales, v * LANES, FLOAT32);
+            if (add) sum += load((const char *)sums, r * PANEL + v * LANES, FLOAT32);
+            memcpy(sums + r * PANEL + v * LANES, &sum, sizeof sum);
+        }
+}
+
+/* The same for acc[r] = a[r] . block, for `rows` rows, `vectors` vectors of columns, and `count` of the product's K. */
 INLINE void block_of_columns(const char *a, int64_t row_bytes, const char *block, int64_t count, float *sums, int add,
                              const float *scales, const int type, const int rows, const int vectors) {
     vfloat acc[TILE_ROWS][VECTORS] = {};
@@ -126,29 +137,29 @@ INLINE void block_of_columns(const char *a, int64_t row_bytes, const char *block
     }
     if (type == BFLOAT16 && (count & 1)) add_step(acc, thirds, row_bytes, block, 2, type, rows, vectors);
     if (type == WIDENED && (count & 1)) add_widened_step(acc, thirds, row_bytes, block, 4, rows, vectors);
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < vectors; v++) {
-            vfloat sum = acc[r][v];
-            if (scales) sum *= load((const char *)scales, v * LANES, FLOAT32);
-            if (add) sum += load((const char *)sums, r * PANEL + v * LANES, FLOAT32);
-            memcpy(sums + r * PANEL + v * LANES, &sum, sizeof sum);
-        }
+    put_sums(acc, sums, add, scales, rows, vectors);
 }
 
-/* The same for a whole panel. */
+/* The same for a whole panel, of which each `run` of K has its own scales, PANEL after those of the one before. */
 INLINE void block_of_rows(const char *a, int64_t row_bytes, const char *block, int64_t count, float *sums, int add,
-                          const float *scales, const int type, const int rows) {
+                          const float *scales, int64_t run, const int type, const int rows) {
     const int vectors = rows <= WIDE_ROWS ? VECTORS : TILE_VECTORS;
-    UNROLL for (int v = 0; v < VECTORS; v += vectors)
-        block_of_columns(a, row_bytes, block + v * sizeof(vfloat), count, sums + v * LANES, add,
-                         scales ? scales + v * LANES : NULL, type, rows, vectors);
+    for (int64_t k = 0; k < count; k += run) {
+        const int64_t some = at_most(run, count - k);
+        UNROLL for (int v = 0; v < VECTORS; v += vectors)
+            block_of_columns(a, row_bytes, block + v * sizeof(vfloat), some, sums + v * LANES, add || k > 0,
+                             scales ? scales + v * LANES : NULL, type, rows, vectors);
+        a += activation_bytes(some, type);
+        block += panel_bytes(some, type);
+        if (scales) scales += PANEL;
+    }
 }
 
 #define ROWS_CASE(n) \
-    case n: block_of_rows(a, row_bytes, block, count, sums, add, scales, type, n); return;
+    case n: block_of_rows(a, row_bytes, block, count, sums, add, scales, run, type, n); return;
 
 INLINE void block_sums(const char *a, int64_t row_bytes, const char *block, int64_t count, float *sums, int add,
-                       const float *scales, const int type, int rows) {
+                       const float *scales, int64_t run, const int type, int rows) {
     switch (rows) {
         ROWS_CASE(1) ROWS_CASE(2) ROWS_CASE(3) ROWS_CASE(4) ROWS_CASE(5) ROWS_CASE(6)
 #if LANES == 16
@@ -159,18 +170,18 @@ INLINE void block_sums(const char *a, int64_t row_bytes, const char *block, int6
 }
 
 static void block_sums_float32(const char *a, int64_t row_bytes, const char *block, int64_t count, float *sums, int add,
-                               const float *scales, int rows) {
-    block_sums(a, row_bytes, block, count, sums, add, scales, FLOAT32, rows);
+                               const float *scales, int64_t run, int rows) {
+    block_sums(a, row_bytes, block, count, sums, add, scales, run, FLOAT32, rows);
 }
 
 static void block_sums_bfloat16(const char *a, int64_t row_bytes, const char *block, int64_t count, float *sums, int add,
-                                const float *scales, int rows) {
-    block_sums(a, row_bytes, block, count, sums, add, scales, BFLOAT16, rows);
+                                const float *scales, int64_t run, int rows) {
+    block_sums(a, row_bytes, block, count, sums, add, scales, run, BFLOAT16, rows);
 }
 
 static void block_sums_widened(const char *a, int64_t row_bytes, const char *block, int64_t count, float *sums, int add,
-                               const float *scales, int rows) {
-    block_sums(a, row_bytes, block, count, sums, add, scales, WIDENED, rows);
+                               const float *scales, int64_t run, int rows) {
+    block_sums(a, row_bytes, block, count, sums, add, scales, run, WIDENED, rows);
 }
 
 #include "cpu_tiles.c"
@@ -182,22 +193,24 @@ static void block_sums_widened(const char *a, int64_t row_bytes, const char *blo
 #define WIDENS_ACTIVATIONS 1
 #endif
 
-/* sums[m] = a[m] . block, or that times `scales` added to sums[m], for any number of rows and `count` of the product's K.
- * Rows are taken in tiles of about the same height. If `padded`, a and sums have room for rows up to a multiple of
- * TILE_ROOM, so that AMX may take them. */
+/* sums[m] = a[m] . block, or that of each `run` of K times its PANEL of `scales`; or added to sums[m]; for any number of
+ * rows and `count` of the product's K. Rows are taken in tiles of about the same height. If `padded`, a and sums have room
+ * for rows up to a multiple of TILE_ROOM, so that AMX may take them. */
 static void add_block(const char *a, int64_t row_bytes, int64_t num_rows, const char *block, int64_t count, float *sums,
-                      int add, const float *scales, const int type, int padded) {
-    if (type == BFLOAT16 && padded && takes_tiles(num_rows, count)) {
-        add_block_by_tiles(a, row_bytes, num_rows, block, count, sums, add, scales);
+                      int add, const float *scales, int64_t run, const int type, int padded) {
+    if (type == BFLOAT16 && padded && takes_tiles(num_rows, count) && takes_tiles(num_rows, at_most(run, count))) {
+        for (int64_t k = 0; k < count; k += run)
+            add_block_by_tiles(a + activation_bytes(k, type), row_bytes, num_rows, block + panel_bytes(k, type),
+                               at_most(run, count - k), sums, add || k > 0, scales ? scales + k / run * PANEL : NULL);
         return;
     }
     int64_t tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
     for (int64_t first = 0; first < num_rows; tiles--) {
         const int rows = (int)((num_rows - first + tiles - 1) / tiles);
         const char *from = a + first * row_bytes;
-        if (type == BFLOAT16) block_sums_bfloat16(from, row_bytes, block, count, sums + first * PANEL, add, scales, rows);
-        else if (type == WIDENED) block_sums_widened(from, row_bytes, block, count, sums + first * PANEL, add, scales, rows);
-        else block_sums_float32(from, row_bytes, block, count, sums + first * PANEL, add, scales, rows);
+        if (type == BFLOAT16) block_sums_bfloat16(from, row_bytes, block, count, sums + first * PANEL, add, scales, run, rows);
+        else if (type == WIDENED) block_sums_widened(from, row_bytes, block, count, sums + first * PANEL, add, scales, run, rows);
+        else block_sums_float32(from, row_bytes, block, count, sums + first * PANEL, add, scales, run, rows);
         first += rows;
     }
 }
@@ -213,10 +226,10 @@ int64_t kvrelay_check_tiles(void) {
     for (int i = 0; i < COUNT * PANEL; i++) block[i] = (uint16_t)(0xbf80 + (i * 11 % 3) * 0x80 - (i * 13 % 2) * 0x8000);
     begin_tiles();
     for (int add = 0; add < 2; add++)
-        add_block((const char *)a, COUNT * 2, CHECKED_ROWS, (const char *)block, COUNT, by_tiles, add, NULL, BFLOAT16, 1);
+        add_block((const char *)a, COUNT * 2, CHECKED_ROWS, (const char *)block, COUNT, by_tiles, add, NULL, COUNT, BFLOAT16, 1);
     end_tiles();
     for (int add = 0; add < 2; add++)
-        add_block((const char *)a, COUNT * 2, CHECKED_ROWS, (const char *)block, COUNT, by_vectors, add, NULL, BFLOAT16, 0);
+        add_block((const char *)a, COUNT * 2, CHECKED_ROWS, (const char *)block, COUNT, by_vectors, add, NULL, COUNT, BFLOAT16, 0);
     tiles_are_on = memcmp(by_tiles, by_vectors, CHECKED_ROWS * PANEL * sizeof(float)) == 0;
     return tiles_are_on;
 }

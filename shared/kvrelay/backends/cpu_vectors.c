@@ -117,6 +117,14 @@ INLINE vfloat load(const char *base, int64_t index, const int type) {
     return x;
 }
 
+INLINE float element(const char *base, int64_t index, const int type) {
+    if (type == FLOAT32) return ((const float *)base)[index];
+    uint32_t bits = (uint32_t)((const uint16_t *)base)[index] << 16;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
 INLINE void store(char *base, int64_t index, vfloat x, const int type) {
 #if defined(__AVX512BF16__)
     if (type == BFLOAT16) {

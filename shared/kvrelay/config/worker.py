@@ -108,7 +108,7 @@ class WorkerConfig(RankedConfig):
     quantization: Literal["none", "int8", "int4"] = Field(
         default="none",
         description="on a CPU, round the weights of the fused layers at load: int8 (a scale for each output) or int4 "
-        "(a scale for each output and 64 inputs); the log says what that costs; other models are refused",
+        "(groups of 32 inputs; head and down_proj in int8); the log says what that costs; other models are refused",
     )
     threads: int | None = Field(
         default=None, ge=1, le=1024, description="CPU threads of the forward pass (default: one per core)"

@@ -78,7 +78,7 @@ def merge_weights(model: PreTrainedModel, attention: Sequence[AttentionParams], 
     )
 
 
-def _pack(*modules: torch.nn.Linear, gated: bool = False, has_bias: bool = True) -> MergedLinear:
+def _pack(*modules: torch.nn.Linear, **how: bool) -> MergedLinear:
     return merge(modules)
 
 

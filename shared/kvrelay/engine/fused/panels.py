@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrelay.engine.load.integer_weight import IntegerWeight, Quantization, quantize
+from kvrelay.engine.load.integer_weight import IntegerWeight
 
 PANEL = 32
 """Columns of a panel."""
@@ -39,7 +39,7 @@ class PackedLinear:
     num_in: int
     gated: bool = False
     format: int = FLOAT32
-    scales: torch.Tensor | None = None  # [groups, panels * PANEL] of one of SCALE_TYPES, of integer weights
+    scales: torch.Tensor | None = None  # [panels, groups, PANEL] of one of SCALE_TYPES, of integer weights
     group: int = 0  # rows of K that share a scale and a zero point
     zeros: torch.Tensor | None = None  # int8 of the scales' shape, subtracted from the integers; None: all are 0
 
@@ -59,20 +59,12 @@ def pack(
     biases: Sequence[torch.Tensor] | None,
     *,
     gated: bool = False,
-    quantization: Quantization = "none",
 ) -> PackedLinear:
     """Packs weights `[num_out, num_in]` of one input side by side; two of the same shape if `gated`."""
     rows = order(weights, gated=gated)
     bias = _bias(biases, gated=gated)
     shape = (sum(len(weight) for weight in weights), rows.shape[1])
-    if quantization == "none":
-        return PackedLinear(to_panels(rows), bias, *shape, gated=gated, format=TYPES[rows.dtype], group=rows.shape[1])
-    codes, scales, group = quantize(rows, quantization)
-    panels = to_panels(codes, in_pairs=rows.dtype == torch.bfloat16)
-    number = INT8
-    if quantization == "int4":
-        panels, number = _two_in_a_byte(panels), INT4
-    return PackedLinear(panels, bias, *shape, gated=gated, format=number, scales=scales, group=group)
+    return PackedLinear(to_panels(rows), bias, *shape, gated=gated, format=TYPES[rows.dtype], group=rows.shape[1])
 
 
 def pack_integers(
@@ -88,10 +80,10 @@ def pack_integers(
     number = INT8
     if first.bits == 4:
         panels, number = _two_in_a_byte(panels), INT4
-    scales = order([each.scales.t() for each in weights], gated=gated).t().contiguous()
+    scales = _by_panel([each.scales for each in weights], gated=gated)
     zeros = None
     if any(each.zeros is not None for each in weights):
-        zeros = order([each.zero_points.t() for each in weights], gated=gated).t().contiguous()
+        zeros = _by_panel([each.zero_points for each in weights], gated=gated)
     return PackedLinear(
         panels,
         _bias(biases, gated=gated),
@@ -120,6 +112,11 @@ def _bias(biases: Sequence[torch.Tensor] | None, *, gated: bool) -> torch.Tensor
     if biases is None:
         return None
     return order([each[:, None] for each in biases], gated=gated)[:, 0].float().contiguous()
+
+
+def _by_panel(values: Sequence[torch.Tensor], *, gated: bool) -> torch.Tensor:
+    """Values `[groups, num_out]` of each weight as `[panels, groups, PANEL]`."""
+    return to_panels(order([each.t() for each in values], gated=gated), in_pairs=False)
 
 
 def _two_in_a_byte(panels: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from kvrelay.backends.backend import AttentionParams
 from kvrelay.backends.host_pages import HugePages
 from kvrelay.engine.fused.panels import PackedLinear, pack, pack_integers, share_layout, unpack
-from kvrelay.engine.load.integer_weight import IntegerWeight, Quantization
+from kvrelay.engine.load.integer_weight import IntegerWeight, Quantization, quantize
 
 FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 """Classes of transformers whose layers are: RMSNorm, rotary attention, RMSNorm, SiLU-gated MLP, with two residuals."""
@@ -94,35 +94,56 @@ class WeightPacker:
     ) -> None:
         """`stored` reads the weights that are integers in the checkpoint. Their modules have them as floats."""
         self.quantization = quantization
+        self.importance: dict[torch.nn.Linear, torch.Tensor] = {}
+        """What the squared errors of each input's weights count, for `quantize`."""
         self._stored = stored or {}
         self._memory = HugePages()
         self._packed: list[tuple[PackedLinear, tuple[torch.nn.Linear, ...], list[int]]] = []
 
-    def pack(self, *modules: torch.nn.Linear, gated: bool = False, has_bias: bool = True) -> PackedLinear:
-        """One product for several of the same input. Without `has_bias`, other ranks add the biases."""
+    def pack(
+        self, *modules: torch.nn.Linear, gated: bool = False, has_bias: bool = True, needs_8_bits: bool = False
+    ) -> PackedLinear:
+        """One product for several of the same input. Without `has_bias`, other ranks add the biases. `needs_8_bits`:
+        rounded to 4 it would cost the model too much."""
         if len({module.bias is None for module in modules}) != 1:
             raise NotFusable("some of the projections that are merged have a bias, and some have none")
         biases = [module.bias.detach() for module in modules if module.bias is not None and has_bias]
         num_out = [len(module.weight) for module in modules]
-        packed = self._pack_stored(modules, biases, gated) or pack(
-            [module.weight.detach() for module in modules], biases or None, gated=gated, quantization=self.quantization
-        )
+        integers = self._stored_integers(modules) or self._rounded(modules, needs_8_bits=needs_8_bits)
+        if integers:
+            packed = pack_integers(integers, biases or None, modules[0].weight.dtype, gated=gated)
+        else:
+            packed = pack([module.weight.detach() for module in modules], biases or None, gated=gated)
         packed = replace(packed, panels=self._memory.place(packed.panels))
         for module in modules:
             module.weight.data = module.weight.new_empty(0)
         self._packed.append((packed, modules, num_out))
         return packed
 
-    def _pack_stored(
-        self, modules: tuple[torch.nn.Linear, ...], biases: list[torch.Tensor], gated: bool
-    ) -> PackedLinear | None:
-        """The checkpoint's integers as they are; None if some weight has none, or the panels do not hold them."""
+    def _stored_integers(self, modules: tuple[torch.nn.Linear, ...]) -> list[IntegerWeight]:
+        """The checkpoint's integers as they are; empty if some weight has none, or the panels do not hold them."""
         if not all(module in self._stored for module in modules):
-            return None
+            return []
         weights = [self._stored[module]() for module in modules]
-        if not share_layout(weights):
-            return None
-        return pack_integers(weights, biases or None, modules[0].weight.dtype, gated=gated)
+        return weights if share_layout(weights) else []
+
+    def _rounded(self, modules: tuple[torch.nn.Linear, ...], *, needs_8_bits: bool) -> list[IntegerWeight]:
+        if self.quantization == "none":
+            return []
+        quantization = "int8" if needs_8_bits else self.quantization
+        return [quantize(each.weight.detach(), quantization, self.importance.get(each)) for each in modules]
+
+    def balance(self, norm: Any, *modules: torch.nn.Linear) -> None:
+        """Before weights that follow a norm are rounded to 4 bits: multiplies those of important inputs, which are
+        rounded finer then, and divides the norm's by the same numbers, as AWQ does."""
+        if self.quantization != "int4" or modules[0] not in self.importance:
+            return
+        importance = self.importance[modules[0]]
+        factors = (importance / importance.mean().clamp(min=1e-30)).clamp_(min=1e-4).pow_(0.25)
+        norm.weight.data = norm.weight.float() / factors
+        for module in modules:
+            module.weight.data = (module.weight.float() * factors).to(module.weight.dtype)
+            self.importance[module] = importance / factors.square()
 
     @property
     def num_kept(self) -> int:
@@ -167,15 +188,18 @@ def decoder_weights(
     embedding = backbone.embed_tokens.weight.detach() if own.has_embedding else None
     head: Any = _plain_head(model.lm_head) if own.has_head else None
     tied = head is not None and own.has_embedding and head.weight is backbone.embed_tokens.weight
-    layers = tuple(
-        layer_weights(each, params, packer.pack, _floats, own) for each, params in zip(modules, attention, strict=True)
-    )
-    packed_head = None if head is None else packer.pack(head)
+    layers = []
+    for each, params in zip(modules, attention, strict=True):
+        projections, mlp = each.self_attn, _plain_mlp(each.mlp)
+        packer.balance(each.input_layernorm, projections.q_proj, projections.k_proj, projections.v_proj)
+        packer.balance(each.post_attention_layernorm, mlp.gate_proj, mlp.up_proj)
+        layers.append(layer_weights(each, params, packer.pack, _floats, own))
+    packed_head = None if head is None else packer.pack(head, needs_8_bits=True)
     shares_head = tied and packed_head is not None and not packed_head.is_integer
     return DecoderWeights(
         dtype=dtype,
         embedding=None if shares_head else embedding,
-        layers=layers,
+        layers=tuple(layers),
         norm=_floats(backbone.norm.weight) if own.has_head else None,
         head=packed_head,
         rotary=backbone.rotary_emb,
@@ -262,7 +286,7 @@ def layer_weights(
         output=pack(attn.o_proj, has_bias=own.adds_biases),
         mlp_norm=norm(layer.post_attention_layernorm.weight),
         gate_up=pack(mlp.gate_proj, mlp.up_proj, gated=True),
-        down=pack(mlp.down_proj, has_bias=own.adds_mlp_biases),
+        down=pack(mlp.down_proj, has_bias=own.adds_mlp_biases, needs_8_bits=True),
     )
 
 

@@ -32,10 +32,10 @@ from kvrelay.engine.load.model_source import DUMMY_SEED, ModelSource, causal_lm_
 from kvrelay.engine.load.probe import (
     ForwardCheck,
     ObservedLayers,
-    QuantizationCost,
     check_paged_forward,
     observe_layers,
 )
+from kvrelay.engine.load.quantization_cost import QuantizationCost
 from kvrelay.engine.load.stored_weights import StoredWeights, layer_readers
 from kvrelay.engine.parallel.model_part import WHOLE, PartPlan, connect, fill_randomly, own_modules, plan_part
 from kvrelay.engine.parallel.shard_plan import plan_shards
@@ -278,6 +278,8 @@ def _fuse(modules: _Modules) -> Forward:
     check = ForwardCheck(model, source.max_model_len)
     is_rounded = source.quantization != "none"
     cost = QuantizationCost(model, source.name, source.max_model_len) if is_rounded else None
+    if cost is not None:
+        modules.packer.importance = cost.importance
     with ranks.in_agreement():
         weights = decoder_weights(model, observed.params, modules.packer, own)
         vocabulary = None if plan.shards is None else plan.shards.vocabulary

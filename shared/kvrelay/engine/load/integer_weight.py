@@ -8,10 +8,13 @@ half of the codes' range is subtracted from both where a format has unsigned one
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
+from kvrelay.backends.cpu_build import load_kernel
 
 _WORD_BITS = 32
 _AWQ_BITS = 4
@@ -93,40 +96,38 @@ def _signed(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 Quantization = Literal["none", "int8", "int4"]
-"""int8: a scale for each output. int4: a scale for each output and 64 inputs, of some the best in squared error."""
+"""int8: a scale for each output. int4: a scale and a zero point for each output and 32 inputs."""
 
-INT4_GROUP = 64
-_INT4_SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)  # tried factors of the scale that keeps the largest weight
-_ROWS_AT_ONCE = 1024  # bounds the memory of the search
-
-
-def quantize(rows: torch.Tensor, quantization: Quantization) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Rounds rows `[rows, num_in]`. Returns int8 codes of the same shape, bfloat16 scales `[groups, rows]`, and the
-    number of inputs that share a scale. A weight is about its code times its scale."""
-    group = rows.shape[1] if quantization == "int8" else INT4_GROUP
-    parts = [_quantize_part(part, quantization, group) for part in rows.split(_ROWS_AT_ONCE)]
-    codes, scales = torch.cat([codes for codes, _ in parts]), torch.cat([scales for _, scales in parts])
-    return codes[:, : rows.shape[1]], scales.t().contiguous(), group
+INT4_GROUP = 32  # as in cpu_rounding.c
+_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # numbered as in cpu_vectors.c
+_ROWS_AT_ONCE = 1024  # bounds the memory of temporary tensors
 
 
-def _quantize_part(rows: torch.Tensor, quantization: Quantization, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    padded = torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % group))
-    groups = padded.view(len(rows), -1, group)
-    most = 127 if quantization == "int8" else 7
-    largest = groups.abs().amax(dim=2, keepdim=True) / most
-    codes, scales, error = _round(groups, largest, most)
-    for shrink in _INT4_SHRINK[1:] if quantization == "int4" else ():
-        tried, tried_scales, tried_error = _round(groups, largest * shrink, most)
-        better = tried_error < error
-        codes, scales = torch.where(better, tried, codes), torch.where(better, tried_scales, scales)
-        error = torch.where(better, tried_error, error)
-    return codes.view(len(rows), -1), scales[:, :, 0]
+def quantize(weight: torch.Tensor, quantization: Quantization, importance: torch.Tensor | None = None) -> IntegerWeight:
+    """Rounds a weight `[num_out, num_in]`, float32 or bfloat16. `importance` `[num_in]`: what the squared error of each
+    input's weights counts in 4 bits; None: the same. Raises KernelBuildError if the kernels cannot be built here, which
+    round to 4 bits."""
+    if quantization == "int4":
+        return _to_4_bits(weight.contiguous(), torch.ones(weight.shape[1]) if importance is None else importance)
+    parts = [_to_8_bits(rows) for rows in weight.split(_ROWS_AT_ONCE)]
+    codes, scales = (torch.cat(each) for each in zip(*parts, strict=True))
+    return IntegerWeight(codes, scales.t().contiguous(), None, 8, weight.shape[1])
 
 
-def _round(groups: torch.Tensor, scales: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, the scales as stored, and the squared error of each group."""
-    stored = scales.bfloat16()
-    divisor = torch.where(stored == 0, torch.ones_like(stored), stored).float()
-    codes = (groups / divisor).round_().clamp_(-most - 1, most)
-    error = (codes * stored.float() - groups).square_().sum(dim=2, keepdim=True)
-    return codes.to(torch.int8), stored, error
+def _to_8_bits(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = rows.float()
+    scales = (rows.abs().amax(dim=1, keepdim=True) / 127).bfloat16()
+    divisor = torch.where(scales == 0, torch.ones_like(scales), scales).float()
+    return (rows / divisor).round_().clamp_(-128, 127).to(torch.int8), scales
+
+
+def _to_4_bits(rows: torch.Tensor, importance: torch.Tensor) -> IntegerWeight:
+    """The codes, scales and zero points of the least error among those that the kernel tries."""
+    num_out, num_in = rows.shape
+    groups = -(-num_in // INT4_GROUP)
+    codes = torch.empty(rows.shape, dtype=torch.int8)
+    scales, zeros = torch.empty(groups, num_out, dtype=torch.bfloat16), torch.empty(groups, num_out, dtype=torch.int8)
+    pointers = [ctypes.c_void_p(each.data_ptr()) for each in (rows, importance, codes, scales, zeros)]
+    numbers = [ctypes.c_int64(each) for each in (_TYPES[rows.dtype], num_out, num_in, torch.get_num_threads())]
+    load_kernel().kvrelay_round_to_int4(*pointers, *numbers)
+    return IntegerWeight(codes, scales, zeros, 4, INT4_GROUP)

@@ -15,7 +15,7 @@ from typing import cast
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvrelay.backends.backend import (
     AttentionBackend,
@@ -353,59 +353,3 @@ def _scattered_tables(lengths: list[int], block_size: int) -> np.ndarray[tuple[i
     num_blocks = max(-(-length // block_size) for length in lengths)
     grid = np.arange(num_blocks * len(lengths), dtype=np.int32).reshape(num_blocks, len(lengths)).T
     return np.ascontiguousarray(grid[:, ::-1])
-
-
-_COSTLY = 0.1  # nats of KL divergence above which the cost is a warning
-_MAX_TOKENS = 256
-_TEXT = """\
-The harbour was quiet that morning. Two fishing boats had come in before dawn, and the crews were sorting crabs
-into wooden boxes while gulls waited on the sea wall. Anna counted the boxes twice, wrote the number in her notebook and
-went up to the office, where the telephone had been ringing for some time. "We need forty kilos by noon," said the voice
-at the other end. She looked at the clock: it was ten past eight. If the van left within the hour, it would reach the
-city before the market closed. In 1987 her father had made the same journey every day for a year, and he liked to say
-that a good price depends on three things: the weather, the season and the patience of the seller. The function below
-returns the mean of a list of numbers, or zero if the list is empty: def mean(values): return sum(values) / len(values)
-if values else 0.0"""
-
-
-class QuantizationCost:
-    """Holds the logits of the model's own weights while these exist, for comparison afterwards."""
-
-    @torch.inference_mode()
-    def __init__(self, model: PreTrainedModel, name: str, max_model_len: int) -> None:
-        """Takes the text in the tokens of the model `name`, or random tokens if that has no tokenizer."""
-        self._prompt = _tokens_of_text(model, name, min(_MAX_TOKENS, max_model_len))
-        self._own = torch.log_softmax(own_logits(model, [self._prompt])[0], dim=-1)
-
-    @torch.inference_mode()
-    def report(self, quantization: str, forward: Forward, layout: KVLayout, backend: AttentionBackend) -> None:
-        """Logs the cost, as a warning if it is large."""
-        found = torch.log_softmax(paged_logits(forward, [self._prompt], layout, backend)[0], dim=-1)
-        divergence = float((self._own.exp() * (self._own - found)).sum(dim=-1).mean())
-        same = float((self._own.argmax(-1) == found.argmax(-1)).float().mean())
-        _log.log(
-            logging.WARNING if not divergence <= _COSTLY else logging.INFO,
-            "quantization = %s: over %d tokens of text the KL divergence from the model's own weights is %.4f nats, "
-            "perplexity %.4g (own %.4g), and %.1f%% of the most likely tokens are the same",
-            quantization,
-            len(self._prompt),
-            divergence,
-            self._perplexity(found),
-            self._perplexity(self._own),
-            100 * same,
-        )
-
-    def _perplexity(self, log_probabilities: torch.Tensor) -> float:
-        targets = self._prompt[1:, None]
-        return float(log_probabilities[:-1].gather(1, targets).mean().neg().exp())
-
-
-def _tokens_of_text(model: PreTrainedModel, name: str, most: int) -> torch.Tensor:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # transformers raises many types for a missing or odd tokenizer
-        _log.info(
-            "quantization: its cost is measured with random tokens, since the tokenizer cannot be read: %s", error
-        )
-        return random_prompts(model, (most,))[0]
-    return torch.tensor(tokenizer(_TEXT)["input_ids"][:most])

@@ -90,11 +90,13 @@ def _watching_inputs(model: PreTrainedModel, squares: dict[torch.nn.Linear, torc
 
 
 def _tokens_of_text(model: PreTrainedModel, name: str, most: int) -> torch.Tensor:
+    token_ids: list[int] = []
+    reason: object = "it has no tokens"  # of a directory without one transformers may make an empty one
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        token_ids = AutoTokenizer.from_pretrained(name, trust_remote_code=False)(_TEXT)["input_ids"]
     except Exception as error:  # transformers raises many types for a missing or odd tokenizer
-        _log.info(
-            "quantization: its cost is measured with random tokens, since the tokenizer cannot be read: %s", error
-        )
-        return random_prompts(model, (most,))[0]
-    return torch.tensor(tokenizer(_TEXT)["input_ids"][:most])
+        reason = error
+    if token_ids:
+        return torch.tensor(token_ids[:most])
+    _log.info("quantization: its cost is measured with random tokens, since the tokenizer cannot be read: %s", reason)
+    return random_prompts(model, (most,))[0]

@@ -151,7 +151,7 @@ class RouterServer:
 
     async def _open_pages(self) -> None:
         config = self.config
-        if config.metrics_port is None or config.has_metrics_on_api_port:
+        if config.pages_port is None:
             return
         self.pages = pages = Pages(
             {
@@ -161,7 +161,7 @@ class RouterServer:
             }
         )
         self._closing.push_async_callback(pages.close)
-        await pages.start(config.pages_host, config.metrics_port)
+        await pages.start(config.pages_host, config.pages_port)
         log.info("metrics at http://%s:%d/metrics", config.pages_host, pages.port)
 
     def _metrics_page(self) -> Page:

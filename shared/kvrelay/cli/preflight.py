@@ -127,8 +127,8 @@ def check_transfer(workers: Sequence[WorkerConfig]) -> None:
 def check_page_ports(router: RouterConfig, workers: Sequence[WorkerConfig], first: int | None) -> None:
     """Raises ConfigError if a port of the services' pages is in use. `first`: `metrics_port` of `kvrelay up`."""
     wanted: list[tuple[str, int, str]] = []
-    if router.metrics_port and not router.has_metrics_on_api_port:
-        wanted.append((router.pages_host, router.metrics_port, "the router"))
+    if router.pages_port:
+        wanted.append((router.pages_host, router.pages_port, "the router"))
     if first is None:
         wanted += [(worker.host, worker.http_port, worker.worker_id) for worker in workers if worker.http_port]
     else:

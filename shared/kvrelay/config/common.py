@@ -117,9 +117,6 @@ def default_served_name(data: dict[str, Any]) -> str:
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
-SECRET_FILES = "curve_key_file", "redis_password_file", "api_keys_file", "admin_api_keys_file", "key_limits_file"
-
-
 class ProcessConfig(BaseModel):
     """Fields of every process. Times are in seconds."""
 
@@ -159,7 +156,7 @@ class ProcessConfig(BaseModel):
     @property
     def secret_files(self) -> list[Path]:
         """The files with keys and passwords."""
-        return [path for name in SECRET_FILES if (path := getattr(self, name, None)) is not None]
+        return [self.curve_key_file] if self.curve_key_file else []
 
     def curve_key(self) -> CurveKey | None:
         """The fleet's key, or None without encryption. Raises BadKeyFile."""
@@ -278,6 +275,10 @@ class CommonConfig(ProcessConfig):
     def model_name(self) -> str:
         """The first name. It also names the fleet in Redis and in metrics."""
         return self.model_names[0]
+
+    @property
+    def secret_files(self) -> list[Path]:
+        return super().secret_files + ([self.redis_password_file] if self.redis_password_file else [])
 
     @property
     def uses_redis(self) -> bool:

@@ -239,8 +239,9 @@ class RouterConfig(CommonConfig):
         return max(4096, 4 * self.max_queued_requests)
 
     @property
-    def has_metrics_on_api_port(self) -> bool:
-        return bool(self.port) and self.metrics_port == self.port
+    def pages_port(self) -> int | None:
+        """The port for /metrics, /health and /ready beside that of the API, which has them too; None without one."""
+        return None if self.port and self.metrics_port == self.port else self.metrics_port
 
     @property
     def pages_host(self) -> str:
@@ -355,6 +356,10 @@ class RouterConfig(CommonConfig):
     def key_files(self) -> list[Path]:
         """The files that say which API keys are accepted and what each may do."""
         return [path for path in (self.api_keys_file, self.admin_api_keys_file, self.key_limits_file) if path]
+
+    @property
+    def secret_files(self) -> list[Path]:
+        return super().secret_files + self.key_files
 
     def read_again(self) -> Self:
         """The same with the present contents of the key files. Raises ValueError, which names no key."""

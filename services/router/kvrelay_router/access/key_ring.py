@@ -71,12 +71,8 @@ class KeyRing:
     def use(self, accepted: AcceptedKeys) -> None:
         """Accepts these keys, and no others, from now on. Requests that were admitted go on."""
         self.accepted = accepted
+        self.have_shares = accepted.callers.have_shares  # each request asks for it
         self._digests = [hashlib.sha256(key.encode()).digest() for key in accepted.keys]
-
-    @property
-    def have_shares(self) -> bool:
-        """Returns whether requests may have different shares."""
-        return self.accepted.callers.have_shares
 
     def rules(self, key: str) -> KeyRules:
         return self.accepted.own.get(key, self.accepted.rules)

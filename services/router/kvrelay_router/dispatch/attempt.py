@@ -289,9 +289,9 @@ class SequenceAttempts:
         return []
 
     def _retry_after_loss(self, event: WorkerLost) -> list[Instruction]:
-        counts, cause = not (event.is_alive or event.was_silent), _cause_of(event)
-        how = {"counts": counts, "is_lost": True, "in_company": event.in_company}
-        return self._retry(FailureKind.WORKER_LOST, cause, event.worker, event.num_output, **how)
+        kind, cause, worker, num_output = FailureKind.WORKER_LOST, _cause_of(event), event.worker, event.num_output
+        counts = not (event.is_alive or event.was_silent)
+        return self._retry(kind, cause, worker, num_output, counts=counts, is_lost=True, in_company=event.in_company)
 
     def _attempt_failed(self, body: Failed, event: FromWorker) -> list[Instruction]:
         workers = self._workers

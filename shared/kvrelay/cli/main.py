@@ -48,6 +48,7 @@ COMMANDS = {
     for command in (
         Command("up", _HERE, "start everything on this machine", "kvrelay.cli.up"),
         Command("status", _HERE, "list the stacks that `kvrelay up` runs here", _STACKS),
+        Command("restart", _HERE, "restart a process of a stack of `kvrelay up`", "kvrelay.cli.restart"),
         Command("stop", _HERE, "stop a stack of `kvrelay up`", _STACKS),
         Command("chat", _HERE, "talk to a served model in this terminal", "kvrelay.cli.chat"),
         Command("router", _SERVICES, _ROUTER, _OWN, "kvrelay_router"),

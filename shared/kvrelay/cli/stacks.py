@@ -17,11 +17,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from kvrelay.config.common import mask_password
 from kvrelay.config.up_config import UpConfig
 from kvrelay.flag_parser import CommandFailed, FlagParser, no_answer, number, whole
 from kvrelay.process_identity import has_ended, running_process_id
@@ -32,6 +35,21 @@ DETACHED = "KVRELAY_INHERITED_DETACHED"
 """Set for a `kvrelay up` that has no terminal, so that it names another way to stop it than Ctrl-C."""
 POLL_S = 0.1
 _FILE = "stack.json"
+
+
+READY = "ready"
+"""The state of a process that can take requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    """A process of a stack. `state`: one of `kvrelay.cli.supervisor`."""
+
+    name: str
+    role: str
+    pid: int | None  # None before its first start
+    state: str
+    ends_within_s: float = 0.0  # after SIGTERM; then it is killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +63,14 @@ class StackState:
     model: str
     redis_url: str
     redis_prefix: str
-    is_ready: bool = False
+    is_ready: bool = False  # all were ready once
+    processes: tuple[ProcessState, ...] = ()
+
+    @property
+    def state(self) -> str:
+        if not self.is_ready:
+            return "starting"
+        return READY if all(process.state == READY for process in self.processes) else "not all ready"
 
     @property
     def is_running(self) -> bool:
@@ -53,11 +78,12 @@ class StackState:
 
     def write(self, directory: Path) -> None:
         """Replaces the stack's file, which only this user can read. Raises OSError."""
+        directory.mkdir(parents=True, exist_ok=True)  # removed since the start
         path = directory / f"{_FILE}.new"
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            json.dump(asdict(self), file)
+        with open(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(self))
         path.rename(directory / _FILE)
 
 
@@ -70,8 +96,8 @@ def running_stacks(state_dir: Path) -> list[StackState]:
     """The stacks that run now, by port."""
     found = []
     for path in state_dir.glob(f"*/{_FILE}"):
-        with suppress(OSError, ValueError, TypeError):  # it ends meanwhile, or is of another version
-            found.append(StackState(**json.loads(path.read_text(encoding="utf-8"))))
+        with suppress(OSError, msgspec.DecodeError):  # it ends meanwhile, or is of another version
+            found.append(msgspec.json.decode(path.read_bytes(), type=StackState))
     return sorted((stack for stack in found if stack.is_running), key=lambda stack: stack.port)
 
 
@@ -177,14 +203,31 @@ def status(argv: Sequence[str]) -> int:
         at = "" if arguments.port is None else f" on port {arguments.port}"
         print(f"no stack of kvrelay up runs{at} in {state_dir}")
         return 1
-    for stack in stacks:
-        state = "ready" if stack.is_ready else "starting"
-        print(f"{stack.url}  {state}  {stack.model}  process {stack.pid}  logs {state_dir / str(stack.port)}")
-    return 0 if all(stack.is_ready for stack in stacks) else 1
+    print("\n\n".join(_description(stack, state_dir) for stack in stacks))
+    return 0 if all(stack.state == READY for stack in stacks) else 1
+
+
+def _description(stack: StackState, state_dir: Path) -> str:
+    width = max(len(process.name) for process in (*stack.processes, ProcessState("kvrelay up", "", None, "")))
+    lines = [
+        f"{stack.url}  {stack.state}  {stack.model}",
+        f"  logs   {state_dir / str(stack.port)}",
+        f"  redis  {mask_password(stack.redis_url)}, prefix {stack.redis_prefix}",
+        f"  {'PROCESS':{width}}  ROLE     STATE          PID",
+        f"  {'kvrelay up':{width}}                   {stack.pid:8}",
+    ]
+    for process in stack.processes:
+        pid = "-" if process.pid is None else process.pid
+        lines.append(f"  {process.name:{width}}  {process.role:7}  {process.state:8}  {pid:>8}")
+    return "\n".join(lines)
 
 
 def status_parser() -> FlagParser:
-    parser = FlagParser("kvrelay status", "Lists the stacks that kvrelay up runs.", usage="kvrelay status [flags]")
+    parser = FlagParser(
+        "kvrelay status",
+        "Lists the stacks that kvrelay up runs, with their processes. The exit status is 0 if all are ready.",
+        usage="kvrelay status [flags]",
+    )
     add_stack_flags(parser)
     return parser
 

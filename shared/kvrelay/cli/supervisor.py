@@ -1,7 +1,8 @@
 """Runs services as child processes: starts them, waits until they are ready, restarts them, stops them in order.
 
-States of a service: STARTING > READY > DIED > STARTING (after a pause) ..., and STOPPING > STOPPED from any state. A
-service that ends before it was ever ready fails the complete start.
+States of a service: STARTING > READY > DIED > STARTING (after a pause) ..., and STOPPING > STOPPED from any state. One
+that ends with status 0, as after SIGTERM, is STOPPED in place of DIED. A service that ends before it was ever ready
+fails the complete start.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from kvrelay.cli.stacks import READY, ProcessState
 from kvrelay.flag_parser import CommandFailed
 from kvrelay.fleet import Registry, RegistryUnavailable
 from kvrelay.machine_memory import num_memory_kills
@@ -52,7 +54,7 @@ _CONFIGURATION = re.compile(r"\bconfiguration: ")
 
 # -- displays of their states -----------------------------------------------------------------------------------------
 
-STARTING, READY, DIED, STOPPING, STOPPED = "starting", "ready", "died", "stopping", "stopped"
+STARTING, DIED, STOPPING, STOPPED = "starting", "died", "stopping", "stopped"
 STYLES = {READY: "green", DIED: "red", STOPPED: "dim", STOPPING: "yellow", STARTING: "yellow"}
 
 
@@ -192,6 +194,7 @@ class ServiceSpec:
     """A process to run. `environ` extends this process's environment; without `log_path` its output is inherited."""
 
     name: str
+    role: str
     argv: Sequence[str]
     environ: Mapping[str, str]
     log_path: Path | None
@@ -217,12 +220,14 @@ class RestartPauses:
 
 
 class Service:
-    """A child process and its restarts."""
+    """A child process and its restarts. `on_change` is called when `described` has changed."""
 
-    def __init__(self, spec: ServiceSpec, display: Display) -> None:
+    def __init__(self, spec: ServiceSpec, display: Display, on_change: Callable[[], None]) -> None:
         self.spec = spec
         self.ready = asyncio.Event()
+        self._state = STARTING
         self._display = display
+        self._on_change = on_change
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
         self._was_ready = False
@@ -239,9 +244,20 @@ class Service:
             if not self._was_ready:
                 raise CommandFailed(f"{self.spec.name} {ending} before it was ready{self._log_tail()}")
             pause_s = pauses.after(time.monotonic() - started, became_ready=self._became_ready)
-            self._display.update(self.spec.name, DIED, f"{ending}; restarts in {pause_s:g} s {self._log_hint()}")
+            state = STOPPED if ending == describe_exit(0) else DIED
+            self._enter(state, f"{ending}; restarts in {pause_s:g} s {self._log_hint()}")
             await asyncio.sleep(pause_s)
             self.spec.ready.restarted()
+
+    def described(self) -> ProcessState:
+        spec = self.spec
+        pid = None if self._process is None else self._process.pid
+        return ProcessState(spec.name, spec.role, pid, self._state, spec.drain_timeout_s + KILL_GRACE_S)
+
+    def _enter(self, state: str, detail: str = "") -> None:
+        self._state = state
+        self._on_change()
+        self._display.update(self.spec.name, state, detail)
 
     async def stop(self) -> None:
         """Drains the process, and kills it after its timeout."""
@@ -249,14 +265,14 @@ class Service:
         process = self._process
         if process is None or process.returncode is not None:
             return
-        self._display.update(self.spec.name, STOPPING)
+        self._enter(STOPPING)
         self._signal(signal.SIGTERM)
         try:
             await asyncio.wait_for(process.wait(), self.spec.drain_timeout_s + KILL_GRACE_S)
         except TimeoutError:
             self.kill()
             await process.wait()
-        self._display.update(self.spec.name, STOPPED)
+        self._enter(STOPPED)
 
     def interrupt(self) -> None:
         """Signals again, upon which services end without waiting for open requests."""
@@ -269,7 +285,7 @@ class Service:
     async def _run_once(self) -> str:
         """Runs the process once; returns how it ended."""
         where = f"{self.spec.where} " if self.spec.where else ""
-        self._display.update(self.spec.name, STARTING, f"{where}{self._log_hint()}")
+        self._enter(STARTING, f"{where}{self._log_hint()}")
         started, num_kills = time.monotonic(), num_memory_kills()
         self._became_ready = False
         try:
@@ -277,6 +293,7 @@ class Service:
         except OSError as error:  # no memory, no descriptor or no process is left: there may be one later
             return f"could not be started ({error})"
         self._process = process
+        self._on_change()
         if self._stopping:  # stop was requested during the spawn
             self.kill()
         ended = asyncio.create_task(process.wait())
@@ -285,7 +302,7 @@ class Service:
         if is_ready and not self._stopping:  # it may have become ready and ended since the last poll
             self._was_ready = self._became_ready = True
             self.ready.set()
-            self._display.update(self.spec.name, READY, f"{where}after {time.monotonic() - started:.1f} s")
+            self._enter(READY, f"{where}after {time.monotonic() - started:.1f} s")
         status = await ended
         self.ready.clear()
         if status == -signal.SIGKILL and num_memory_kills() > num_kills:
@@ -340,6 +357,9 @@ class Supervisor:
         self._front = front
         self._others = others
         self._tasks: list[asyncio.Task[None]] = []
+
+    def described(self) -> tuple[ProcessState, ...]:
+        return tuple(service.described() for service in (*self._others, self._front))
 
     def start(self) -> None:
         """Starts all services at the same time."""

@@ -16,10 +16,17 @@ from pathlib import Path
 
 from kvrelay.cli.launch_plan import LOOPBACK, LaunchPlan, make_plan, parse_up_flags, up_parser
 from kvrelay.cli.preflight import check_plan, find_models, hold_port, longest_sequence
-from kvrelay.cli.stacks import DETACHED, InstanceLock, StackState, remove_state, up_detached
+from kvrelay.cli.stacks import (
+    DETACHED,
+    READY,
+    InstanceLock,
+    ProcessState,
+    StackState,
+    remove_state,
+    up_detached,
+)
 from kvrelay.cli.supervisor import (
     DIED,
-    READY,
     Display,
     RouterReady,
     Service,
@@ -91,6 +98,7 @@ class _Run:
         self._redis_url = server.url if server else plan.router.redis_url
         self._stop = asyncio.Event()
         self._supervisor: Supervisor | None = None
+        self._is_ready = False  # all services were ready once
 
     async def run(self) -> int:
         """Runs until stopped and returns the exit status. Raises CommandFailed, RegistryError."""
@@ -113,7 +121,7 @@ class _Run:
 
     async def _serve(self, registry: Registry) -> None:
         self._supervisor = self._make_supervisor(registry)
-        self._write_state(is_ready=False)
+        self._write_state()
         if note := cores_note(self._plan):
             self._display.note(note)
         self._supervisor.start()
@@ -123,7 +131,8 @@ class _Run:
             await asyncio.wait([stop, ready], return_when=asyncio.FIRST_COMPLETED)
             if ready.done():
                 ready.result()
-                self._write_state(is_ready=True)
+                self._is_ready = True
+                self._write_state()
                 if note := cut_note(self._plan, await self._served_length(registry)):
                     self._display.note(note)
                 self._display.note(greeting(self._plan))
@@ -142,11 +151,14 @@ class _Run:
             return None
         return min((worker.max_model_len for worker in workers if worker.worker_id in own), default=None)
 
-    def _write_state(self, *, is_ready: bool) -> None:
-        """Lets `kvrelay status`, `stop`, `top`, `drain` and `chat` find this stack; not with `verbose`."""
+    def _write_state(self) -> None:
+        """Lets `kvrelay status`, `restart`, `stop`, `top`, `drain` and `chat` find this stack; not with `verbose`."""
         own = self._plan.up
-        if own.verbose:
+        if own.verbose or self._supervisor is None:
             return
+        processes = self._supervisor.described()
+        if (redis := self._server) is not None:
+            processes = (ProcessState("redis", "", redis.pid, READY if redis.poll() is None else DIED), *processes)
         state = StackState(
             pid=os.getpid(),
             identity=own_identity(),
@@ -155,12 +167,13 @@ class _Run:
             model=self._plan.router.model_name,
             redis_url=self._redis_url,
             redis_prefix=self._plan.router.redis_prefix,
-            is_ready=is_ready,
+            is_ready=self._is_ready,
+            processes=processes,
         )
         try:
             state.write(_log_directory(own, own.port))
         except OSError as error:
-            self._display.note(f"kvrelay status, stop and drain will not find this stack: {error}")
+            self._display.note(f"kvrelay status, restart, stop and drain may not find this stack: {error}")
 
     def _on_signal(self) -> None:
         """The first signal drains, the second kills."""
@@ -183,6 +196,7 @@ class _Run:
                     self._display.update("redis", DIED, str(error))
                 else:
                     self._display.update("redis", READY)
+                self._write_state()
 
     def _make_supervisor(self, registry: Registry) -> Supervisor:
         plan = self._plan
@@ -201,14 +215,14 @@ class _Run:
             spec = self._spec(worker.role, worker.worker_id, argv, environ, check, worker.drain_timeout_s)
             if leases is not None:
                 spec = replace(spec, pass_fds=(leases.descriptor,))
-            others.append(Service(spec, self._display))
+            others.append(Service(spec, self._display, self._write_state))
         host = LOOPBACK if is_wildcard(plan.up.host) else plan.up.host
         expected: Counter[str] = Counter()
         for worker in plan.workers:
             expected[worker.role] += len(worker.started_worker_ids)
         check_http = RouterReady(host, plan.up.port, expected)
         spec = self._spec("router", "router", plan.router_flags, {}, check_http, plan.router.drain_timeout_s)
-        return Supervisor(Service(spec, self._display), others)
+        return Supervisor(Service(spec, self._display, self._write_state), others)
 
     def _share_cores(self) -> SharedLeases | None:
         plan = self._plan
@@ -232,6 +246,7 @@ class _Run:
         return ServiceSpec(
             where=str(placed) if placed else "",
             name=name,
+            role=service,
             argv=[sys.executable, "-m", f"kvrelay_{service}", *argv],
             environ={"KVRELAY_REDIS_URL": self._redis_url, **environ},
             log_path=None if self._plan.up.verbose else self._log_path(name),

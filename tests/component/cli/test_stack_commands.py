@@ -16,7 +16,7 @@ import msgspec
 import psutil
 import pytest
 
-from kvrelay.cli.stacks import DEFAULT_URL, StackState, find_stack, running_stacks
+from kvrelay.cli.stacks import DEFAULT_URL, ProcessState, StackState, find_stack, running_stacks
 from kvrelay.flag_parser import CommandFailed
 from kvrelay.fleet import Registry, RegistryUnavailable, WorkerRecord
 from kvrelay.fleet.embedded import EmbeddedRedis
@@ -28,6 +28,7 @@ from tests.fakes.waiting import PATIENCE_S
 
 chat = command("chat")
 drain = command("drain")
+restart = command("restart")
 status = command("status")
 stop = command("stop")
 top = command("top")
@@ -45,8 +46,8 @@ def no_redis_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Up] = []
 
-    def starter(*flags: str) -> Up:
-        started.append(Up(["--port=0", *flags], tmp_path / "state", {}))
+    def starter(*flags: str, **environ: str) -> Up:
+        started.append(Up(["--port=0", *flags], tmp_path / "state", environ))
         started[-1].wait_ready()
         return started[-1]
 
@@ -63,8 +64,7 @@ def test_status_drain_and_stop_find_the_stack(start: Start, tmp_path: Path, caps
     check_greeting(up, stack, state_dir)
     assert (stack.pid, stack.is_ready, stack.model) == (up.process.pid, True, "kvrelay-demo")
     assert (state_dir / str(stack.port) / "stack.json").stat().st_mode & 0o077 == 0  # it has the password of Redis
-    assert status(here) == 0
-    assert re.match(rf"{stack.url}  ready  kvrelay-demo  process {stack.pid}  logs", capsys.readouterr().out)
+    check_status(up, stack, here, capsys)
     assert drain(["decode-0", *here]) == 0
     assert "decode-0 drains" in capsys.readouterr().out
     assert drain(["decode-0", "--undo", "--port", str(stack.port), *here]) == 0
@@ -81,6 +81,47 @@ def test_status_drain_and_stop_find_the_stack(start: Start, tmp_path: Path, caps
     assert stop(here) == 1
     assert "no stack of kvrelay up runs in" in capsys.readouterr().err
     assert list(state_dir.glob("*/stack.json")) == []
+
+
+def check_status(up: Up, stack: StackState, here: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(here) == 0
+    shown = capsys.readouterr().out
+    head, *lines = shown.splitlines()
+    assert head == f"{stack.url}  ready  kvrelay-demo"
+    redis = next(line.split()[1] for line in lines if line.startswith("  redis  redis:"))
+    assert re.fullmatch(r"redis://:\*+@127\.0\.0\.1:\d+/0,", redis) and stack.redis_url.split("@")[1] in redis
+    words = [line.split() for line in lines]
+    for row, word in (("decode-0 decode", "decode"), ("router router", "router"), ("redis", "redis-s")):
+        assert [*row.split(), "ready", str(up.child(word).pid)] in words, shown
+    assert max(len(line) for line in lines if here[1] not in line) <= 80
+
+
+def test_a_process_restarts_with_the_same_settings(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    up = start("--token-budget=1024")
+    here = ["--state-dir", str(tmp_path / "state")]
+    (stack,) = running_stacks(tmp_path / "state")
+    for name in ("nobody", "redis"):
+        assert restart([name, *here]) == 1
+        told = f"no worker or router {name} in the stack at {stack.url}; there are: prefill-0, decode-0, router"
+        assert capsys.readouterr().err == f"kvrelay restart: {told}\n"
+    before = up.child("kvrelay_decode").pid
+    assert restart(["decode-0", *here]) == 0
+    only, drains, ready = capsys.readouterr().out.splitlines()
+    assert only.startswith("decode-0 is the only decode: requests wait until it is ready again")
+    assert drains.startswith(f"decode-0 (process {before}) drains, for at most 35 s")
+    after = up.child("kvrelay_decode").pid
+    assert re.fullmatch(rf"decode-0 is ready again after [\d.]+ s \(process {after}\)", ready) and after != before
+    (log,) = (tmp_path / "state").glob("*/decode-0.log")
+    assert log.read_text().count("'token_budget': 1024") == 2
+
+
+@pytest.mark.slow
+def test_a_process_that_does_not_end_is_killed(start: Start, tmp_path: Path) -> None:
+    up = start("--drain-timeout-s=0", FAKE_STUBBORN="decode")
+    assert restart(["decode-0", "--state-dir", str(tmp_path / "state")]) == 0
+    up.wait_for("^decode-0 +died +was killed by SIGKILL")
 
 
 def check_greeting(up: Up, stack: StackState, state_dir: Path) -> None:
@@ -137,19 +178,34 @@ def test_up_returns_when_the_stack_is_ready_or_with_the_failure(tmp_path: Path, 
     assert alive == []
 
 
+def own_stack(port: int, *processes: ProcessState) -> StackState:
+    """As this process would write it."""
+    return StackState(
+        pid=os.getpid(),
+        identity=own_identity(),
+        port=port,
+        url=f"http://127.0.0.1:{port}",
+        model="m",
+        redis_url="redis://h",
+        redis_prefix="p",
+        is_ready=True,
+        processes=processes,
+    )
+
+
+def test_a_process_that_starts_is_not_restarted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own_stack(1, ProcessState("decode-0", "decode", None, "starting")).write(tmp_path / "1")
+    here = ["--state-dir", str(tmp_path)]
+    assert restart(["decode-0", *here]) == 1
+    log = tmp_path / "1" / "decode-0.log"
+    told = f"decode-0 is not ready (starting): kvrelay up starts it by itself; its log is {log}"
+    assert capsys.readouterr().err == f"kvrelay restart: {told}\n"
+    assert status(here) == 1 and "  not all ready  m\n" in capsys.readouterr().out
+
+
 def test_one_of_several_stacks_must_be_chosen(tmp_path: Path) -> None:
     for port in (1, 2):
-        (tmp_path / str(port)).mkdir()
-        state = StackState(
-            pid=os.getpid(),
-            identity=own_identity(),
-            port=port,
-            url=f"http://127.0.0.1:{port}",
-            model="m",
-            redis_url="redis://h",
-            redis_prefix="p",
-        )
-        state.write(tmp_path / str(port))
+        own_stack(port).write(tmp_path / str(port))
     with pytest.raises(CommandFailed, match=r"several stacks run in .*, on ports 1, 2: choose one with --port"):
         find_stack(tmp_path, None)
     assert find_stack(tmp_path, 2).port == 2

@@ -18,6 +18,7 @@ def make_role(context: WorkerContext, config: WorkerConfig) -> PrefillRole:
         config.transfer_choice,
         context.pool_memory,
         host=config.host,
+        advertise_host=config.reachable_host,
         checksums=config.transfer_checksums,
         curve=config.curve_key(),
         max_peers=config.max_peers,

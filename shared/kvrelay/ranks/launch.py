@@ -192,6 +192,7 @@ def make_transports(config: WorkerConfig, pool: PoolLike) -> Mapping[str, Transf
             config.transfer_choice,
             pool,
             host=config.host,
+            advertise_host=config.reachable_host,
             checksums=config.transfer_checksums,
             curve=config.curve_key(),
             max_peers=config.max_peers,

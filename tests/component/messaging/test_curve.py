@@ -122,9 +122,11 @@ async def test_blocks_of_another_key_do_not_land(local: bool) -> None:
     assert (target[0] == EMPTY).all() and (target[1] == 7).all()
 
 
-def test_with_a_key_blocks_go_by_the_transport_that_encrypts() -> None:
+def test_with_a_key_blocks_go_by_the_transport_that_encrypts(caplog: pytest.LogCaptureFixture) -> None:
     pool = np.zeros((2, 64), np.uint8)
+    assert list(make_senders("zmq", pool, curve=OURS)) == ["zmq"] and not caplog.text
     assert list(make_senders("auto", pool, curve=OURS)) == ["zmq"]
+    assert "0.3 to 0.7 GB/s" in caplog.text and "--transfer nixl" in caplog.text
     receivers = make_receivers("auto", pool, host="127.0.0.1", port=0, advertise_host=None, curve=OURS)
     assert list(receivers) == ["zmq"]
     for receiver in receivers.values():

@@ -182,11 +182,12 @@ async def test_transports_that_ucx_does_not_have_make_it_unavailable() -> None:
         NixlReceiver(target_pool(4, BLOCK_BYTES), ucx_transports="no_such_transport")
 
 
-async def test_a_worker_at_a_loopback_address_listens_on_no_other_interface() -> None:
-    def listening() -> set[tuple[str, int]]:
-        every = psutil.Process().net_connections("inet")
-        return {(each.laddr.ip, each.laddr.port) for each in every if each.status == psutil.CONN_LISTEN}
+def listening() -> set[tuple[str, int]]:
+    every = psutil.Process().net_connections("tcp")
+    return {(each.laddr.ip, each.laddr.port) for each in every if each.status == psutil.CONN_LISTEN}
 
+
+async def test_a_worker_at_a_loopback_address_listens_on_no_other_interface() -> None:
     before, devices = listening(), devices_for("127.0.0.1")
     receiver = NixlReceiver(target_pool(4, BLOCK_BYTES), ucx_devices=devices)
     sender = NixlSender(source_pool(4, BLOCK_BYTES), settings=NixlSettings(ucx_devices=devices))
@@ -195,6 +196,26 @@ async def test_a_worker_at_a_loopback_address_listens_on_no_other_interface() ->
     receiver.close()
     assert len(new) >= 2
     assert [place for place in new if not ip_address(place[0]).is_loopback] == []
+
+
+async def test_a_pair_listens_only_in_the_range_of_ports_that_the_environment_sets(
+    monkeypatch: pytest.MonkeyPatch, random: np.random.Generator
+) -> None:
+    """One port of each agent on each device; a firewall needs to open no others."""
+    first = 20_000 + 16 * int(random.integers(600))  # below the ports that the kernel gives to others
+    monkeypatch.setenv("UCX_TCP_PORT_RANGE", f"{first}-{first + 15}")
+    before, rig = listening(), Rig(TRANSPORTS["nixl-tcp"])
+    try:
+        source, target = rig.sender(source_pool(8, BLOCK_BYTES)), rig.receiver(target_pool(8, BLOCK_BYTES))
+        plan = scattered("r", 4, 8, random)
+        plan.admit(target)
+        source.push("r", target.endpoint, plan.copies)
+        await target.until_landed("r", plan.blocks)
+        new = listening() - before
+    finally:
+        rig.close()
+    assert {port for _, port in new} <= set(range(first, first + 16))
+    assert len(new) == 2 * len({address for address, _ in new}) > 0
 
 
 async def test_without_the_library_it_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,24 +236,19 @@ async def test_a_pool_of_another_shape_is_refused(shape: tuple[int, ...]) -> Non
 async def test_connections_that_strangers_have_ended_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a sender that never sends, and at a receiver."""
     monkeypatch.setattr(nixl_sender, "PROGRESS_INTERVAL_S", 0.05)
-    process = psutil.Process()
-
-    def listening() -> set[int]:
-        return {each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
-
-    before = listening()
+    process, before = psutil.Process(), listening()
     settings = NixlSettings(ucx_devices=devices_for("127.0.0.1"))
     sender = NixlSender(source_pool(16, 4096), settings=settings)
     receiver = NixlReceiver(target_pool(16, 4096), ucx_devices=devices_for("127.0.0.1"))
     sender.start(lambda _: None)
     receiver.start(lambda _: None)
     try:
-        ports = listening() - before
-        assert ports
-        for port in ports:
+        places = listening() - before
+        assert places
+        for place in places:
             num_files = process.num_fds()
             for number in range(100):
-                with socket.create_connection(("127.0.0.1", port)) as stranger:
+                with socket.create_connection(place) as stranger:
                     stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" if number % 2 else b"")
             await until(lambda most=num_files: process.num_fds() <= most)  # type: ignore[misc]
     finally:

@@ -45,6 +45,26 @@ def test_an_address_chooses_its_device_and_a_wildcard_all(host: str | None, devi
     assert devices_for(host) == devices
 
 
+@pytest.mark.parametrize(
+    ("advertise_host", "devices", "warns"),
+    [
+        ("192.0.2.2", "^eth1,lo", False),
+        ("198.51.100.2", "^eth0,lo", False),
+        (None, "", False),
+        ("203.0.113.1", "", True),  # a machine behind address translation
+        ("localhost", "", True),
+        ("no-such-host.invalid", "", True),
+    ],
+)
+def test_a_wildcard_stands_for_the_interface_of_the_advertised_address(
+    advertise_host: str | None, devices: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    for host in ("0.0.0.0", None):
+        assert devices_for(host, advertise_host) == devices
+    assert devices_for("198.51.100.2", advertise_host) == "^eth0,lo"
+    assert (f"the address of {advertise_host}" in caplog.text) == warns
+
+
 @pytest.mark.parametrize("host", ["192.0.2.3", "2001:db8::7", "no-such-host.invalid"])
 def test_an_address_that_ucx_cannot_listen_at_is_refused(host: str) -> None:
     with pytest.raises(TransportUnavailable, match=host):
@@ -57,6 +77,8 @@ def test_what_the_environment_names_is_kept_and_said(
     monkeypatch.setenv(VARIABLE, "eth1")
     assert devices_for("127.0.0.1") == ""
     assert "UCX_NET_DEVICES=eth1" in caplog.text
+    caplog.clear()
+    assert devices_for("0.0.0.0", "192.0.2.2") == "" and not caplog.text
 
 
 def test_the_only_interface_needs_no_exclusion(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ _BACKENDS = ["UCX"]
 _UCX_DEFAULTS = {"UCX_TCP_CONN_NB": "y"}
 """By default UCX connects with a blocking `connect`. If no answer comes (a machine without power, a firewall, a full
 accept queue), it blocks the thread of all peers for 127 s. Variables in the environment take precedence."""
+_PORTS = "UCX_TCP_PORT_RANGE"
 
 
 class TransportUnavailable(RuntimeError):
@@ -112,7 +113,8 @@ class NixlAgent:
             pool = (region.address, region.num_blocks * region.block_bytes, region.device_id, "")
             self._registered = self._agent.register_memory([pool], region.segment, _BACKENDS)
         except Exception as error:  # NIXL's errors have no base of their own
-            asked = "".join(f" with {name}={value}" for name, value in given.items() if value)
+            effective = {name: given.get(name) or os.environ.get(name, "") for name in (*given, _PORTS)}
+            asked = "".join(f" with {name}={value}" for name, value in effective.items() if value)
             raise TransportUnavailable(f"NIXL cannot start UCX{asked}: {error!r}") from error
 
     def metadata(self) -> bytes:
@@ -282,33 +284,61 @@ _IFREQ_BYTES = 40
 _FIRST_ADDRESS = slice(20, 24)  # of `struct ifreq`: the name (16), then a sockaddr_in (family, port, address)
 
 
-def devices_for(host: str | None) -> str:
+def devices_for(host: str | None, advertise_host: str | None = None) -> str:
     """The value of UCX_NET_DEVICES for a worker that listens at `host`; "" if UCX may use all devices.
 
     A loopback address gives the loopback device alone; another address excludes all interfaces but its own, so that
-    RDMA devices remain. A wildcard, or UCX_NET_DEVICES in the environment, changes nothing. Raises TransportUnavailable
-    if no device has this address as its first one.
+    RDMA devices remain. A wildcard stands for the interface of `advertise_host`, and for all if that is on none.
+    UCX_NET_DEVICES in the environment takes precedence. Raises TransportUnavailable if no device has the address of
+    `host` as its first one.
     """
     if host is None or is_wildcard(host):
-        return ""
+        return _devices_of_wildcard(advertise_host)
     if chosen := os.environ.get(VARIABLE):
         log.warning("NIXL listens on the devices of %s=%s, whatever their addresses, not at %s", VARIABLE, chosen, host)
         return ""
-    wanted = _addresses_of(host)
-    first = {name: address for _, name in socket.if_nameindex() if (address := _first_address(name))}
-    if any(ipaddress.ip_address(address).is_loopback for address in wanted):
-        found = [name for name, address in first.items() if ipaddress.ip_address(address).is_loopback]
-        if found:
-            return found[0]
+    wanted, first = _addresses_of(host), _first_addresses()
+    if any(_is_loopback(address) for address in wanted):
+        found = next((name for name, address in first.items() if _is_loopback(address)), None)
     else:
-        found = [name for name, address in first.items() if address in wanted]
-        others = sorted(set(first) - set(found))
-        if found:
-            return f"^{','.join(others)}" if others else ""
-    raise TransportUnavailable(
-        f"UCX cannot listen at {host} alone: no network device has it as its first IPv4 address. Set {VARIABLE} to the "
-        f"devices that NIXL may use"
-    )
+        found = _all_but(wanted, first)
+    if found is None:
+        raise TransportUnavailable(
+            f"UCX cannot listen at {host} alone: no network device has it as its first IPv4 address. Set {VARIABLE} to "
+            f"the devices that NIXL may use"
+        )
+    return found
+
+
+def _devices_of_wildcard(advertise_host: str | None) -> str:
+    if advertise_host is None or os.environ.get(VARIABLE):
+        return ""
+    try:
+        # Debian resolves the machine's own name to a loopback address, at which no other machine reaches it.
+        wanted = {address for address in _addresses_of(advertise_host) if not _is_loopback(address)}
+    except TransportUnavailable:
+        wanted = set()
+    devices = _all_but(wanted, _first_addresses())
+    if devices is None:
+        log.warning(
+            "NIXL uses all network devices, since none has the address of %s, which is advertised to peers. Set %s or "
+            "an address as --host to restrict it",
+            advertise_host,
+            VARIABLE,
+        )
+    return devices or ""
+
+
+def _all_but(wanted: set[str], first: Mapping[str, str]) -> str | None:
+    """The exclusion of all devices without a wanted address. None if no device has one."""
+    others = sorted(name for name, address in first.items() if address not in wanted)
+    if len(others) == len(first):
+        return None
+    return f"^{','.join(others)}" if others else ""
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
 
 
 def _addresses_of(host: str) -> set[str]:
@@ -317,6 +347,11 @@ def _addresses_of(host: str) -> set[str]:
     except OSError as error:
         raise TransportUnavailable(f"the address of {host!r} is not known: {error}") from error
     return {str(info[4][0]).partition("%")[0] for info in found}
+
+
+def _first_addresses() -> dict[str, str]:
+    """By device, for those that have one."""
+    return {name: address for _, name in socket.if_nameindex() if (address := _first_address(name))}
 
 
 def _first_address(device: str) -> str | None:

@@ -158,8 +158,6 @@ class SimulatedWorker:
         self.requests: dict[tuple[str, int, int], Request] = {}
         self.pipeline = PipelineClock(profile.pipeline_depth)
         self._in_flight = 0
-        self.pushed_bytes = 0.0
-        self.push_busy_s = 0.0
 
     @property
     def peer(self) -> PeerRef:
@@ -185,8 +183,7 @@ class SimulatedWorker:
 
     def status(self) -> Status:
         """The status report for routers."""
-        self.speeds.pushed(self.pushed_bytes, self.push_busy_s)
-        plain, named = report_load(self.scheduler, self.speeds)
+        plain, named = report_load(self.scheduler, self.speeds, self.clock.now_s)
         blocks = {state.value: count for state, count in self.pool.counts().items()}
         return Status(
             query=1, draining=False, queues=self.queues(), blocks=blocks, totals={}, load=named.get(ROUTER, plain)
@@ -293,8 +290,7 @@ class SimulatedPrefill(SimulatedWorker):
         push_s = num_bytes / self._transfer_bytes_s(request.decode)
         request.num_missing_blocks = num_missing_blocks
         request.link_free_s = self._link_free_s = max(self._link_free_s, self.clock.now_s) + push_s
-        self.pushed_bytes += num_bytes
-        self.push_busy_s += push_s
+        self.speeds.links.pushed(request.decode.name, num_bytes, push_s, self.clock.now_s)
         self._finish_transfer(request)
 
     def _finish_transfer(self, request: Request) -> None:

@@ -8,8 +8,9 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -39,11 +40,11 @@ VOCABULARY = read_facts(str(DEMO_MODEL)).vocabulary
 def start(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
     stacks: list[Stack] = []
 
-    def starter(*flags: str) -> Stack:
+    def starter(*flags: str, environ: Mapping[str, str] = MappingProxyType({}), **facts: float) -> Stack:
         profile = tmp_path / "quick.json"
-        profile.write_text(json.dumps(PROFILE))
+        profile.write_text(json.dumps(PROFILE | facts))
         simulated = ("--backend", "simulated", "--profile", str(profile))
-        stacks.append(Stack(DEMO_MODEL, tmp_path / "state", *simulated, *flags))
+        stacks.append(Stack(DEMO_MODEL, tmp_path / "state", *simulated, *flags, environ=environ))
         return stacks[-1]
 
     yield starter
@@ -107,6 +108,27 @@ def test_sixteen_workers_in_two_processes_give_every_stream_its_tokens(start: Ca
     assert len(logs) == 3
     assert not any(" ERROR " in log for log in logs)
     assert all(f"worker_id=decode-0-{number}\n" in "".join(logs) for number in range(8))
+
+
+def test_prompts_stay_on_decode_once_a_link_was_slower_than_computing_them(start: Callable[..., Stack]) -> None:
+    slow = {"kv_bytes_per_token": 100_000, "transfer_bytes_s": 1e8}  # so 700 tokens are on their way for 0.7 s
+    stack = start(environ={"KVRELAY_LOCAL_PREFILL_TOKENS": ""}, **slow)
+    all_prompts = [random.Random(number).choices(range(3, 2048), k=700) for number in range(4)]
+
+    async def run() -> list[list[int]]:
+        outputs = []
+        async with httpx.AsyncClient(base_url=stack.base_url, timeout=2 * PATIENCE_S) as client:
+            for prompt in all_prompts:
+                body = {"model": stack.model, "prompt": prompt, "return_token_ids": True, "max_tokens": 4}
+                outputs.append(await streamed(client, body | {"temperature": 0}))
+                stack.workers()  # the router has what they measured
+        return outputs
+
+    assert asyncio.run(run()) == [expected(prompt, {"max_tokens": 4, "temperature": 0}) for prompt in all_prompts]
+    (decode,) = stack.workers("decode")
+    assert (decode["totals"]["handoffs_committed"], decode["totals"]["local_prompts"]) == (1, 3)
+    (log,) = stack.state_dir.glob("*/prefill-0.log")
+    assert log.read_text().count("KV blocks reach decode-0 at ") == 1
 
 
 @pytest.mark.parametrize("num_prefill", [0, 1])

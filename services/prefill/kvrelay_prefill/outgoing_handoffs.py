@@ -53,6 +53,7 @@ from kvrelay.step.batch import Candidates
 from kvrelay.telemetry.handoffs import HandoffMeter, HandoffTimings
 from kvrelay.worker.context import WorkerContext
 from kvrelay.worker.requests import OpenRequests, ScoreParts
+from kvrelay.worker.speeds import PushClock
 
 log = logging.getLogger(__name__)
 
@@ -78,35 +79,12 @@ class TransportOffers:
         return left or list(self._names)
 
 
-class PushClock:
-    """Measures the time with at least one push in flight, in seconds of the caller's clock."""
-
-    def __init__(self) -> None:
-        self._num_open = 0
-        self._since = 0.0
-        self._busy_s = 0.0
-
-    def started(self, num_blocks: int, now: float) -> None:
-        """Called when `num_blocks` blocks were submitted to the transport."""
-        if not self._num_open:
-            self._since = now
-        self._num_open += num_blocks
-
-    def ended(self, num_blocks: int, now: float) -> None:
-        """Called when `num_blocks` blocks arrived or failed."""
-        if self._num_open and self._num_open <= num_blocks:
-            self._busy_s += now - self._since
-        self._num_open = max(0, self._num_open - num_blocks)
-
-    def busy_s(self, now: float) -> float:
-        return self._busy_s + (now - self._since if self._num_open else 0.0)
-
-
 @dataclass(slots=True, eq=False)
 class PushedReservation:
     """What the transport does for a reservation, until it reports that it is done."""
 
     transport: str
+    decode: str  # worker id
     request: PrefillRequest | None  # None: the handoff has ended, and only blocks in flight are awaited
     num_open: int = 0  # blocks in flight
 
@@ -257,7 +235,10 @@ class OutgoingHandoffs:
             return
         num_ended = min(pushed.num_open, len(event.blocks)) if isinstance(event, Pushed) else pushed.num_open
         pushed.num_open -= num_ended
-        self._clock.ended(num_ended, time.monotonic())
+        now = time.monotonic()
+        self._clock.ended(num_ended, now)
+        num_bytes = event.num_bytes if isinstance(event, Pushed) else 0
+        self._context.steps.speeds.links.ended(pushed.decode, num_ended, num_bytes, now)
         request = pushed.request
         if request is None:
             self._end_if_left(event.reservation, pushed)
@@ -294,9 +275,12 @@ class OutgoingHandoffs:
                 self._meter.asked(request.timings)
                 self._requests.send(decode, key, self._reserve(request, decode))
             case PushBlocks(granted, copies):
-                self._reservation_of(request, granted.reservation, granted.transport).num_open += len(copies)
+                pushed = self._reservation_of(request, granted.reservation, granted.transport)
+                pushed.num_open += len(copies)
                 self._hold(request, [copy.source for copy in copies])
-                self._clock.started(len(copies), time.monotonic())
+                now = time.monotonic()
+                self._clock.started(len(copies), now)
+                self._context.steps.speeds.links.started(pushed.decode, len(copies), now)
                 sender = self._senders[granted.transport]
                 sender.push(granted.reservation, granted.endpoints, copies, granted.num_stages)
                 self._meter.pushed(request.timings, len(copies))
@@ -360,7 +344,9 @@ class OutgoingHandoffs:
 
     def _reservation_of(self, request: PrefillRequest, name: str, transport: str) -> PushedReservation:
         if name not in self._pushed:
-            self._pushed[name] = request.reservations[name] = PushedReservation(transport, request)
+            decode = request.handoff.decode
+            pushed = PushedReservation(transport, decode.peer_id if decode is not None else "", request)
+            self._pushed[name] = request.reservations[name] = pushed
         return self._pushed[name]
 
     def _release(self, request: PrefillRequest) -> None:

@@ -385,7 +385,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     own_queued_pairs: Finite = 0.0
     own_sequences: Count = 0
     step_cost: tuple[NotNegative, NotNegative, NotNegative] | None = None
-    transfer_bytes_s: NotNegative | None = None  # the measured rate of pushes
+    transfer_bytes_s: NotNegative | None = None  # the measured rate of pushes over the typical link
+    slow_links: dict[Name, NotNegative] = {}  # by decode worker: those that are reached at less than half of it
 
 
 class Status(Body, frozen=True, kw_only=True, tag="status"):

@@ -4,6 +4,7 @@ catalogue of metrics."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 
@@ -181,9 +182,7 @@ class Reports:
                 self._worker.messenger.send(router, self.status(UNSOLICITED, named.get(router, plain)))
 
     def _load_reports(self) -> tuple[LoadReport, dict[PeerRef, LoadReport]]:
-        totals, speeds = self._role.totals(), self._worker.steps.speeds
-        speeds.pushed(totals.get("pushed_bytes", 0.0), totals.get("push_busy_s", 0.0))
-        return report_load(self._worker.scheduler, speeds)
+        return report_load(self._worker.scheduler, self._worker.steps.speeds, time.monotonic())
 
     def _steps(self) -> dict[str, float]:
         totals = self._worker.steps.totals
@@ -252,7 +251,7 @@ def unknown_totals(status: Status) -> set[str]:
     }
 
 
-def report_load(scheduler: Scheduler, speeds: SpeedMeter) -> tuple[LoadReport, dict[PeerRef, LoadReport]]:
+def report_load(scheduler: Scheduler, speeds: SpeedMeter, now: float) -> tuple[LoadReport, dict[PeerRef, LoadReport]]:
     """Returns the report for a router without requests here, and for each other router its own report, which names its
     share.
 
@@ -264,13 +263,15 @@ def report_load(scheduler: Scheduler, speeds: SpeedMeter) -> tuple[LoadReport, d
         num_pairs = pairs(sequence.num_tokens - num_uncached, num_uncached) if num_uncached > 1 else 0.0
         for each in (total, by_router.setdefault(sequence.origin.router, _Sum())):
             each.add(sequence, num_uncached, num_pairs)
+    transfer_bytes_s, slow_links = speeds.transfer_rates(now)
     plain = LoadReport(
         queued_tokens=total.num_tokens,
         queued_pairs=total.num_pairs,
         num_sequences=total.num_sequences,
         context_tokens=total.context_tokens,
         step_cost=speeds.step_cost,
-        transfer_bytes_s=speeds.transfer_bytes_s,
+        transfer_bytes_s=transfer_bytes_s,
+        slow_links=slow_links,
     )
     named = {
         router: msgspec.structs.replace(

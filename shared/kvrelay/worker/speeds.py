@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass, field
+from statistics import median_high
 
 import numpy as np
 
@@ -29,6 +31,12 @@ its parts."""
 
 LEAST_STEPS = 16
 """After which the cost of a step is known well enough to tell that one hangs."""
+LINK_HALF_LIFE_S = 60.0
+"""After this time a push counts half, and the rate of a link without pushes is taken to be twice as high."""
+LINK_FORGOTTEN_S = 1800.0
+LEAST_LINK_BYTES = 64 << 20
+"""A link is called slow after so many bytes. Small pushes are slow by their latency, over any link."""
+SLOW_SHARE = 0.5
 REPEATS = 2
 CONTEXT_BUDGETS = 4
 _KEY = ("calibration", 0, 0)
@@ -88,15 +96,96 @@ def _batch(position: int, num_tokens: int, block_size: int) -> WorkerBatch:
     return WorkerBatch(0, [row])
 
 
+class PushClock:
+    """Measures the time with at least one push in flight, in seconds of the caller's clock."""
+
+    def __init__(self) -> None:
+        self._num_open = 0
+        self._since = 0.0
+        self._busy_s = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._num_open
+
+    def started(self, num_blocks: int, now: float) -> None:
+        """Called when `num_blocks` blocks were submitted to the transport."""
+        if not self._num_open:
+            self._since = now
+        self._num_open += num_blocks
+
+    def ended(self, num_blocks: int, now: float) -> None:
+        """Called when `num_blocks` blocks arrived or failed."""
+        if self._num_open and self._num_open <= num_blocks:
+            self._busy_s += now - self._since
+        self._num_open = max(0, self._num_open - num_blocks)
+
+    def busy_s(self, now: float) -> float:
+        return self._busy_s + (now - self._since if self._num_open else 0.0)
+
+
+@dataclass(slots=True, eq=False)
+class _Link:
+    clock: PushClock = field(default_factory=PushClock)
+    counted_s: float = 0.0  # of the clock's time
+    used_at: float = 0.0
+    num_bytes: float = 0.0  # this and the next: sums, halved every `LINK_HALF_LIFE_S`
+    busy_s: float = 0.0
+
+    def rate(self, now: float) -> float:
+        unused_s = max(0.0, now - self.used_at) if self.clock.is_idle else 0.0
+        return self.num_bytes / self.busy_s * 2 ** (unused_s / LINK_HALF_LIFE_S)
+
+
+class LinkSpeeds:
+    """The bytes per second at which blocks reach each decode worker, while any of its pushes is in flight.
+
+    Large pushes outweigh small ones, whose time is latency. Routers avoid a slow link, and then nothing measures it, so
+    the rate of an unused link is taken to grow, until a prompt is handed over there again.
+    """
+
+    def __init__(self) -> None:
+        self._links: dict[str, _Link] = {}
+
+    def started(self, worker_id: str, num_blocks: int, now: float) -> None:
+        """A push of so many blocks to this decode worker was submitted."""
+        link = self._links.setdefault(worker_id, _Link(used_at=now))
+        link.clock.started(num_blocks, now)
+
+    def ended(self, worker_id: str, num_blocks: int, num_bytes: float, now: float) -> None:
+        """So many of its blocks arrived with `num_bytes`, or failed with 0."""
+        if (link := self._links.get(worker_id)) is None:
+            return
+        link.clock.ended(num_blocks, now)
+        total_s = link.clock.busy_s(now)
+        counted_s, link.counted_s = link.counted_s, total_s
+        self.pushed(worker_id, num_bytes, total_s - counted_s, now)
+
+    def pushed(self, worker_id: str, num_bytes: float, busy_s: float, now: float) -> None:
+        """Takes what was pushed to this decode worker since the last call, and the seconds for it."""
+        link = self._links.setdefault(worker_id, _Link(used_at=now))
+        weight = 0.5 ** ((now - link.used_at) / LINK_HALF_LIFE_S)
+        link.num_bytes = link.num_bytes * weight + num_bytes
+        link.busy_s = link.busy_s * weight + busy_s
+        link.used_at = now
+
+    def rates(self, now: float, least_bytes: float = 1.0) -> dict[str, float]:
+        """By worker id, of links that had so many bytes lately."""
+        for worker_id in [name for name, link in self._links.items() if now - link.used_at > LINK_FORGOTTEN_S]:
+            del self._links[worker_id]
+        known = {name: link for name, link in self._links.items() if link.num_bytes >= least_bytes and link.busy_s}
+        return {name: link.rate(now) for name, link in known.items()}
+
+
 class SpeedMeter:
     """Learns what steps cost and how fast blocks are pushed."""
 
-    def __init__(self) -> None:
+    def __init__(self, kv_bytes_per_token: float = 0.0) -> None:
+        self.links = LinkSpeeds()
+        self._kv_bytes_per_token = kv_bytes_per_token
         self._cost = CalibratedCost()
         self._num_chunked = self._num_stepped = 0
-        self._pushed_bytes = 0.0
-        self._push_busy_s = 0.0
-        self._transfer_bytes_s: float | None = None
+        self._slow: set[str] = set()
 
     def stepped(self, plan: StepPlan, forward_s: float) -> None:
         """Takes the measured seconds of a step."""
@@ -110,15 +199,6 @@ class SpeedMeter:
             return 0.0
         return self._cost.current.step_s(*work_of(plan.rows))
 
-    def pushed(self, total_bytes: float, total_busy_s: float) -> None:
-        """Takes totals since the start. The rate averages the time since the last call that had progress."""
-        num_bytes, busy_s = total_bytes - self._pushed_bytes, total_busy_s - self._push_busy_s
-        if num_bytes > 0 and busy_s > 0:
-            rate = num_bytes / busy_s
-            old = self._transfer_bytes_s
-            self._transfer_bytes_s = rate if old is None else (old + rate) / 2
-            self._pushed_bytes, self._push_busy_s = total_bytes, total_busy_s
-
     @property
     def step_cost(self) -> tuple[float, float, float] | None:
         """Seconds per step, per token, and per pair of a token and what it attends to. None until measured."""
@@ -127,7 +207,25 @@ class SpeedMeter:
         cost = self._cost.current
         return cost.fixed_s, cost.token_s, cost.pair_s
 
-    @property
-    def transfer_bytes_s(self) -> float | None:
-        """Bytes per second while any push was in flight. None before the first push."""
-        return self._transfer_bytes_s
+    def transfer_rates(self, now: float) -> tuple[float | None, dict[str, float]]:
+        """Bytes per second of the typical link, or None before the first push, and of the decode workers that are
+        reached at less than half of it. Warns once of a link that is slower than prompts are computed."""
+        rates = self.links.rates(now)
+        if not rates:
+            return None, {}
+        self._warn(self.links.rates(now, LEAST_LINK_BYTES))
+        typical = median_high(rates.values())
+        return typical, {name: rate for name, rate in rates.items() if rate < SLOW_SHARE * typical}
+
+    def _warn(self, rates: dict[str, float]) -> None:
+        token_s = self.step_cost[1] if self.step_cost is not None else 0.0
+        for worker_id, rate in rates.items():
+            if worker_id not in self._slow and rate * token_s < self._kv_bytes_per_token:
+                self._slow.add(worker_id)
+                log.warning(
+                    "KV blocks reach %s at %.3g MB/s, and prompts are computed at up to %.3g MB/s of KV: handoffs wait "
+                    "for this link; where decode computes a prompt sooner, routers hand over nothing",
+                    worker_id,
+                    rate / 1e6,
+                    self._kv_bytes_per_token / token_s / 1e6 if token_s else float("inf"),
+                )

@@ -149,7 +149,7 @@ class StepLoop:
         self.scheduler = scheduler
         self.totals = StepTotals()
         self.overlap = overlap
-        self.speeds = SpeedMeter()
+        self.speeds = SpeedMeter(runner.spec.block_bytes / runner.spec.block_size)
         self._observer = observer
         self._trace = observer.file.trace if observer is not None and observer.file is not None else None
         self._launcher = make_launcher(runner, self._trace)

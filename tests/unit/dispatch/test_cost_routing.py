@@ -117,6 +117,16 @@ def test_a_short_uncached_prompt_stays_on_decode_where_that_is_sooner() -> None:
     assert names(choose(auto, {}, queue, worker("d", "decode", num_sequences=64))) == (None, "d")
 
 
+def test_a_slow_link_is_avoided_by_another_decode_worker_or_by_decode_alone() -> None:
+    near, far = worker("d0", "decode", num_sequences=40), worker("d1", "decode")
+    one_slow = worker("p", "prefill", slow_links={"d1": 2e7})
+    auto = demand(local_prefill_tokens=None)
+    assert names(choose(auto, {}, one_slow, far)) == (None, "d1")
+    assert names(choose(auto, {}, one_slow, near)) == ("p", "d0")
+    assert names(choose(demand(), {}, one_slow, near, far)) == ("p", "d0")
+    assert names(choose(demand(), {}, worker("p", "prefill"), near, far)) == ("p", "d1")
+
+
 @pytest.mark.parametrize("num_streams", [0, 8, 200])
 def test_decode_computes_a_long_prompt_if_prefill_is_busy_for_longer_than_its_streams_would_lose(
     num_streams: int,

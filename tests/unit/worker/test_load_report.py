@@ -23,8 +23,7 @@ from kvrelay.scheduling.sequence import Origin, Sequence, TokenBuffer
 from kvrelay.scheduling.step_cost import StepCost, fit, pairs
 from kvrelay.step.batch import StepResult, WorkerBatch
 from kvrelay.worker.reports import report_load
-from kvrelay.worker.speeds import SpeedMeter, measure_costs
-from kvrelay_prefill.outgoing_handoffs import PushClock
+from kvrelay.worker.speeds import LINK_FORGOTTEN_S, LINK_HALF_LIFE_S, LinkSpeeds, PushClock, SpeedMeter, measure_costs
 from tests.fakes.hash_runner import HashRunner
 from tests.tiny_models import build_model
 from tests.unit.scheduling.bench import Bench
@@ -54,11 +53,11 @@ def test_a_report_has_everybodys_backlog_and_the_readers_share() -> None:
     scheduler = make_scheduler("sarathi", limits, pool, PrefixCache(pool), SchedulerSettings())
     scheduler.add(sequence("x", 100))
     scheduler.add(sequence("y", 50, B))
-    plain, named = report_load(scheduler, SpeedMeter())
+    plain, named = report_load(scheduler, SpeedMeter(), 0.0)
     assert (plain.queued_tokens, plain.own_queued_tokens, plain.num_sequences) == (150, 0, 2)
     assert (named[A].queued_tokens, named[A].own_queued_tokens, named[A].own_sequences) == (150, 100, 1)
     assert named[B].own_queued_pairs == pytest.approx(50 * 25)
-    assert plain.step_cost is None and plain.transfer_bytes_s is None
+    assert plain.step_cost is None and plain.transfer_bytes_s is None and not plain.slow_links
 
 
 def test_the_cost_of_prompts_is_known_after_prompts_not_after_decodes() -> None:
@@ -74,7 +73,7 @@ def test_the_cost_of_prompts_is_known_after_prompts_not_after_decodes() -> None:
 
 
 def test_pushes_that_overlap_are_one_busy_time() -> None:
-    clock, meter = PushClock(), SpeedMeter()
+    clock = PushClock()
     clock.started(4, 1.0)
     clock.started(4, 1.5)
     clock.ended(4, 2.0)
@@ -83,10 +82,64 @@ def test_pushes_that_overlap_are_one_busy_time() -> None:
     assert clock.busy_s(9.0) == pytest.approx(2.0)
     clock.ended(1, 9.0)
     assert clock.busy_s(9.0) == pytest.approx(2.0)
-    meter.pushed(0, 0.0)
-    assert meter.transfer_bytes_s is None
-    meter.pushed(1000, 2.0)
-    assert meter.transfer_bytes_s == pytest.approx(500)
+
+
+# -- links -----------------------------------------------------------------------------------------------------------
+
+
+def push(links: LinkSpeeds, worker_id: str, num_bytes: float, start: float, end: float) -> None:
+    links.started(worker_id, 4, start)
+    links.ended(worker_id, 2, num_bytes / 2, (start + end) / 2)
+    links.ended(worker_id, 2, num_bytes / 2, end)
+
+
+def test_each_link_has_its_rate_and_a_large_push_outweighs_small_ones() -> None:
+    links = LinkSpeeds()
+    assert links.rates(0.0) == {}
+    push(links, "near", 1e9, 0.0, 1.0)
+    push(links, "far", 1e7, 0.0, 1.0)
+    for number in range(10):  # whose time is latency
+        push(links, "near", 1e4, 1.0 + 0.002 * number, 1.001 + 0.002 * number)
+    rates = links.rates(1.02)
+    assert rates["near"] == pytest.approx(1e9, rel=0.02) and rates["far"] == pytest.approx(1e7, rel=0.02)
+
+
+def test_a_push_that_fails_is_time_without_bytes_and_a_link_without_bytes_has_no_rate() -> None:
+    links = LinkSpeeds()
+    links.started("d", 4, 0.0)
+    links.ended("d", 4, 0, 3.0)
+    assert links.rates(3.0) == {}
+    push(links, "d", 1e9, 3.0, 4.0)
+    assert links.rates(4.0)["d"] == pytest.approx(1e9 / 4, rel=0.05)
+
+
+def test_the_rate_of_an_unused_link_grows_until_it_is_used_and_one_push_tells() -> None:
+    links = LinkSpeeds()
+    push(links, "d", 1e7, 0.0, 1.0)
+    assert links.rates(1.0 + 5 * LINK_HALF_LIFE_S)["d"] == pytest.approx(32e7, rel=0.02)
+    at = 1.0 + 10 * LINK_HALF_LIFE_S
+    push(links, "d", 1e9, at, at + 1.0)  # it has recovered
+    assert links.rates(at + 1.0)["d"] == pytest.approx(1e9, rel=0.02)
+    later = at + 10 * LINK_HALF_LIFE_S
+    push(links, "d", 1e7, later, later + 1.0)
+    assert links.rates(later + 1.0)["d"] == pytest.approx(1e7, rel=0.2)
+    assert links.rates(later + 2 * LINK_FORGOTTEN_S) == {}
+
+
+def test_slow_links_are_reported_beside_the_typical_rate_and_warned_about_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    meter = SpeedMeter(kv_bytes_per_token=1000.0)
+    for length in (100, 400, 50, 200) * 20:
+        meter.stepped(step(length), 0.002 + 1e-5 * length)  # so 100 MB/s of KV are computed
+    assert meter.transfer_rates(0.0) == (None, {})
+    for name, rate in {"d0": 2e9, "d1": 1e9, "d2": 1e7}.items():
+        push(meter.links, name, 10 * rate, 0.0, 10.0)
+    for _ in range(2):
+        typical, slow = meter.transfer_rates(10.0)
+        assert typical == pytest.approx(1e9) and slow == {"d2": pytest.approx(1e7)}
+    assert len(caplog.records) == 1
+    assert "d2 at 10 MB/s" in caplog.text and "computed at up to 95.9 MB/s" in caplog.text
 
 
 # -- calibration finds what steps cost -------------------------------------------------------------------------------

@@ -240,7 +240,7 @@ def test_a_decode_with_forced_tokens_is_no_prompt_in_the_load_that_routers_see()
     while world.scheduler.has_work:
         (sequence,) = world.scheduler.running.values()
         longest = max(longest, sequence.num_remaining)
-        load, _ = report_load(world.scheduler, SpeedMeter())
+        load, _ = report_load(world.scheduler, SpeedMeter(), 0.0)
         assert (load.queued_tokens, load.queued_pairs, load.context_tokens) == (0, 0.0, sequence.num_tokens)
         world.step()
     assert longest > 1, "the grammar forced no run"

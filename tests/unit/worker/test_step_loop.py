@@ -21,11 +21,17 @@ from kvrelay.worker.step_loop import StepCallbacks, StepLoop, log_failed_step
 from tests.fakes.waiting import PATIENCE_S
 
 
+def runner_that(execute: Any) -> Any:
+    runner = Mock(execute=execute)
+    runner.spec.block_bytes, runner.spec.block_size = 1, 1
+    return runner
+
+
 def test_a_step_without_rows_is_executed_for_its_copies() -> None:
     """Else what a sequence that preempted itself left for the host would never be free."""
     swaps = HostCopyPlan(HostCopies((3,), (0,)), HostCopies(), (), (), (3,))
     plans = [StepPlan(1, [], host_copies=swaps), StepPlan(2, [])]
-    runner: Any = Mock(execute=lambda batch: StepResult(batch.step, [], 0.0, 0.1))
+    runner = runner_that(lambda batch: StepResult(batch.step, [], 0.0, 0.1))
     committed: list[tuple[StepPlan, float]] = []
     planned: list[int] = []
 
@@ -54,7 +60,7 @@ def test_a_sequence_that_preempted_itself_is_planned_again_at_once() -> None:
     plans = [StepPlan(1, [], preempted=[preempted]), StepPlan(2, [])]
     planned: list[int] = []
     scheduler: Any = Mock(schedule=lambda: plans[min(len(planned), 1)])
-    loop = StepLoop(Mock(), scheduler)
+    loop = StepLoop(runner_that(Mock()), scheduler)
 
     async def test() -> None:
         callbacks = StepCallbacks(lambda plan: planned.append(plan.step), Mock(), Mock())
@@ -87,7 +93,7 @@ def test_a_loop_that_sleeps_lends_its_cores() -> None:
     scheduler: Any = Mock(
         schedule=lambda: plans[min(len(planned), 2)], commit=lambda *_: [], schedule_ahead=lambda: None
     )
-    loop = StepLoop(Mock(execute=execute), scheduler, make_launcher=partial(ThreadLauncher, cores=cores))
+    loop = StepLoop(runner_that(execute), scheduler, make_launcher=partial(ThreadLauncher, cores=cores))
 
     async def test() -> None:
         callbacks = StepCallbacks(lambda plan: planned.append(plan.step), Mock(), Mock())
@@ -112,7 +118,7 @@ def test_the_sampler_forgets_a_sequence_that_the_scheduler_refuses(known: bool) 
     refuse = Mock(side_effect=ValueError("no"))
     scheduler: Any = Mock(add=refuse, adopt=refuse, get=lambda key: sequence if known else None)
     for join in ("add", "adopt"):
-        runner: Any = Mock()
+        runner: Any = runner_that(Mock())
         with pytest.raises(ValueError, match="no"):
             getattr(StepLoop(runner, scheduler), join)(sequence)
         assert runner.drop_sequence.called == (not known)
@@ -131,7 +137,7 @@ def test_the_loop_ends_with_its_device_and_with_nothing_less(error: Exception) -
         schedule=lambda: plans[min(len(planned), 1)], schedule_ahead=lambda: None, fail_step=lambda *_: [sequence]
     )
     failed = Mock()
-    loop = StepLoop(Mock(execute=Mock(side_effect=error)), scheduler)
+    loop = StepLoop(runner_that(Mock(side_effect=error)), scheduler)
 
     async def test() -> None:
         running = asyncio.create_task(loop.run(StepCallbacks(lambda plan: planned.append(plan.step), Mock(), failed)))

@@ -257,6 +257,7 @@ class FleetView:
             token_budget=record.token_budget,
             step_cost=known.step_cost,
             transfer_bytes_s=status.load.transfer_bytes_s if status is not None else None,
+            slow_links=status.load.slow_links if status is not None else {},
         )
 
     def _notify(self, known: KnownWorker, was: WorkerState, reason: str, now: float) -> None:

@@ -61,6 +61,7 @@ class Candidate(msgspec.Struct, frozen=True):
     token_budget: int = 0  # 0: unknown
     step_cost: StepCost | None = None  # None: not measured yet
     transfer_bytes_s: float | None = None  # measured speed of block pushes; None: not measured yet
+    slow_links: Mapping[str, float] = {}  # the same to decode workers that are reached at less than half of it
 
     @property
     def worker_id(self) -> str:
@@ -280,7 +281,8 @@ class Estimates(msgspec.Struct, frozen=True):
 
     def transfer_s(self, prefill: Candidate, decode: Candidate, compute_s: float) -> float:
         """Returns the part of the transfer that does not overlap with a computation of `compute_s` on `prefill`."""
-        rate = prefill.transfer_bytes_s or self.typical.transfer_bytes_s
+        typical = prefill.transfer_bytes_s or self.typical.transfer_bytes_s
+        rate = prefill.slow_links.get(decode.worker_id, typical)
         if not rate or not decode.block_bytes:
             return 0.0
         size = decode.block_size

@@ -27,7 +27,7 @@ from kvrelay.telemetry.otlp import open_export
 from kvrelay.telemetry.pages import Page, Pages
 from kvrelay.text.chat_template import ChatTemplateError
 from kvrelay.text.tokenizer_files import TokenizerNotFound
-from kvrelay_router.access.key_ring import KeyRing, follow_key_files
+from kvrelay_router.access.key_ring import follow_key_files
 from kvrelay_router.asgi.app import create_app
 from kvrelay_router.fleet_samples import fleet_samples
 from kvrelay_router.http.body import PendingMemory
@@ -100,8 +100,10 @@ class RouterServer:
             self._metrics_page,
             [FurtherModel(each.config.model_names, each.dispatcher, each.text) for each in others],
             self._open_store(),
-            self._key_ring(api),
         )
+        if config.key_files:
+            following = asyncio.create_task(follow_key_files(config, api.keys), name="key-files")
+            self._closing.callback(following.cancel)
         export.start(self._metric_samples)
         await self._open_pages()
         await self._meet_workers()
@@ -118,13 +120,6 @@ class RouterServer:
             self._closing.push_async_callback(fleet.dispatcher.close)
         names = ", ".join(fleet.config.model_name for fleet in self._fleets)
         log.info("serving %s at http://%s:%d", names, config.reachable_host, self._http.port)
-
-    def _key_ring(self, api: ApiSettings) -> KeyRing:
-        keys = KeyRing(api.keys)
-        if self.config.key_files:
-            task = asyncio.create_task(follow_key_files(self.config, keys), name="key-files")
-            self._closing.callback(task.cancel)
-        return keys
 
     def _open_store(self) -> ResponseStore | None:
         config = self.config

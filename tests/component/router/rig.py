@@ -14,7 +14,7 @@ from kvrelay.fleet.key_limits import SharedLimits
 from kvrelay.fleet.shared_responses import StoreBounds
 from kvrelay.protocol.sampling import FinishReason
 from kvrelay.text.service import TextService
-from kvrelay_router.access.key_ring import AcceptedKeys
+from kvrelay_router.access.key_ring import AcceptedKeys, KeyRing
 from kvrelay_router.asgi.app import create_app
 from kvrelay_router.http.body import PendingMemory
 from kvrelay_router.http.http_server import DEFAULT_LIMITS, ConnectionLimits, HttpServer, bind, serve
@@ -100,7 +100,7 @@ async def running_router(
     responses = OwnResponses(StoreBounds()) if responses is None else responses
     dispatcher = ScriptedDispatcher(lambda request, sequence: Script([]))
     memory = memory or PendingMemory()
-    api = ApiSettings(model_names=(MODEL, "alias"), **{"keys": AcceptedKeys(api_keys)} | settings)
+    api = ApiSettings(model_names=(MODEL, "alias"), **{"keys": KeyRing(AcceptedKeys(api_keys))} | settings)
     app = create_app(api, dispatcher, text, limits, metrics, memory, further=further, responses=responses)
     server = await serve(app, bind("127.0.0.1", 0), graceful_timeout_s=graceful_timeout_s, limits=connections)
     router = Router(server, dispatcher, text, memory)

@@ -13,7 +13,7 @@ import pytest
 from kvrelay.config import RouterConfig
 from kvrelay.text.service import TextService
 from kvrelay_router.access import key_ring
-from kvrelay_router.access.key_ring import AcceptedKeys, KeyRing, follow_key_files
+from kvrelay_router.access.key_ring import follow_key_files
 from kvrelay_router.asgi.app import create_app
 from kvrelay_router.openai.api_service import ApiSettings
 from tests.component.router.rig import MODEL
@@ -28,10 +28,10 @@ def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def served(text: TextService, config: RouterConfig) -> AsyncIterator[httpx.AsyncClient]:
-    keys = KeyRing(AcceptedKeys.of(config))
+    settings = ApiSettings.from_config(config)
     dispatcher = ScriptedDispatcher(lambda request, sequence: Script([]))
-    app = create_app(ApiSettings.from_config(config), dispatcher, text, keys=keys)
-    following = asyncio.create_task(follow_key_files(config, keys))
+    app = create_app(settings, dispatcher, text)
+    following = asyncio.create_task(follow_key_files(config, settings.keys))
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
             yield client

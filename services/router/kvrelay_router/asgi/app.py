@@ -25,7 +25,6 @@ from kvrelay.telemetry.pages import Page
 from kvrelay.text.request.api_error import ApiError
 from kvrelay.text.request.completion_request import CompletionRequest
 from kvrelay.text.service import TextService
-from kvrelay_router.access.key_ring import KeyRing
 from kvrelay_router.access.rate_limiter import InProgress, RateLimiter
 from kvrelay_router.anthropic.messages_request import MessagesRequest, PromptFields
 from kvrelay_router.asgi.answers import (
@@ -104,14 +103,11 @@ def create_app(
     metrics_page: Callable[[], Page] | None = None,
     further: Sequence[FurtherModel] = (),
     responses: ResponseStore | None = None,
-    keys: KeyRing | None = None,
 ) -> ASGIApp:
     """The ASGI application. The caller closes dispatchers, text services and limits. `metrics_page` is what /metrics
-    answers, if it is to be served. `further`: models beside that of `settings`. `responses`: None stores none.
-    `keys`: a ring that may change later; by default it has those of `settings`."""
-    keys = keys or KeyRing(settings.keys)
-    rate_limiter = RateLimiter(keys, limits)
-    in_progress = InProgress(settings.max_requests, keys, several_fleets=bool(further))
+    answers, if it is to be served. `further`: models beside that of `settings`. `responses`: None stores none."""
+    rate_limiter = RateLimiter(settings.keys, limits)
+    in_progress = InProgress(settings.max_requests, settings.keys, several_fleets=bool(further))
     memory = memory or PendingMemory()
     service = ApiService(settings, dispatcher, text, in_progress, rate_limiter, memory=memory)
     models = ServedModels(service, further)
@@ -129,12 +125,12 @@ def create_app(
     names = [name for each in models.services for name in each.settings.model_names]
     describing = cache(partial(describe, app, names, OPEN_PATHS))
     app.openapi = lambda: describing(  # type: ignore[method-assign]
-        _vocabulary_size(models), needs_key=bool(keys.accepted.keys)
+        _vocabulary_size(models), needs_key=bool(settings.keys.accepted.keys)
     )
     named = AuthMiddleware(
         app,
         _endpoints(app, OPERATION_BY_PATH),
-        keys=keys,
+        keys=settings.keys,
         router_id=settings.router_id,
         root_path=settings.root_path,
         metrics=metrics or RequestMetrics(settings.model_name),

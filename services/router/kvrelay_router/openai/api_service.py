@@ -19,7 +19,7 @@ from kvrelay.text.request.api_error import ApiError, context_length_exceeded, no
 from kvrelay.text.request.validation import ModelLimits
 from kvrelay.text.service import ChatOptions, TextService, TextTooLong
 from kvrelay_router.access.identity import RequestNames
-from kvrelay_router.access.key_ring import AcceptedKeys
+from kvrelay_router.access.key_ring import AcceptedKeys, KeyRing
 from kvrelay_router.access.rate_limiter import InProgress, RateLimiter
 from kvrelay_router.dispatch.dispatcher import RouterDispatcher
 from kvrelay_router.dispatch.interface import GenerateRequest
@@ -43,7 +43,7 @@ class ApiSettings:
     max_answer_bytes: int = 64 << 20
     request_timeout_s: float = 600.0
     max_requests: int = 1024  # maximum requests in progress; further ones get 429
-    keys: AcceptedKeys = field(default_factory=AcceptedKeys)  # those of the start
+    keys: KeyRing = field(default_factory=KeyRing)
     max_sequences: int = 1024  # maximum prompts times choices of one HTTP request
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -56,7 +56,7 @@ class ApiSettings:
             root_path=config.root_path,
             request_timeout_s=config.request_timeout_s,
             max_requests=config.max_queued_requests,
-            keys=AcceptedKeys.of(config),
+            keys=KeyRing(AcceptedKeys.of(config)),
         )
 
     @property

@@ -18,7 +18,7 @@ import pytest
 from kvrelay.telemetry.pages import Page
 from kvrelay.text.service import LONG_TEXT_CHARS, ChatOptions, TextService
 from kvrelay.text.tokenizer import Tokenizer
-from kvrelay_router.access.key_ring import AcceptedKeys
+from kvrelay_router.access.key_ring import AcceptedKeys, KeyRing
 from kvrelay_router.asgi.app import create_app
 from kvrelay_router.asgi.operations import TIMELINES_AT_ONCE
 from kvrelay_router.loop_share import SLICE_S
@@ -205,7 +205,7 @@ PAGE = Page(b"kvrelay_up 1\n", content_type="text/plain; version=0.0.4")
 
 
 async def statuses(text: TextService, page: Page | None, **headers: str) -> list[tuple[int, bytes]]:
-    settings = ApiSettings(model_names=(MODEL,), keys=AcceptedKeys(("k3y",)))
+    settings = ApiSettings(model_names=(MODEL,), keys=KeyRing(AcceptedKeys(("k3y",))))
     dispatcher = ScriptedDispatcher(lambda request, sequence: Script([]))
     app = create_app(settings, dispatcher, text, metrics_page=None if page is None else lambda: page)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:

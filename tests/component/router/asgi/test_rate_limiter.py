@@ -13,7 +13,7 @@ import pytest
 from kvrelay.fleet.embedded import EmbeddedRedis
 from kvrelay.fleet.key_limits import KeyLimits, SharedLimits
 from kvrelay.text.service import TextService
-from kvrelay_router.access.key_ring import AcceptedKeys, KeyRules
+from kvrelay_router.access.key_ring import AcceptedKeys, KeyRing, KeyRules
 from kvrelay_router.dispatch.interface import GenerateRequest
 from kvrelay_router.dispatch.placement import PromptPrefixes
 from tests.component.router.rig import Router, running_router
@@ -27,7 +27,7 @@ RULES = {LIMITED: KeyRules(KeyLimits(requests_per_minute=1, burst=3, concurrency
 @pytest.fixture
 async def guarded(text: TextService, redis_server: EmbeddedRedis) -> AsyncIterator[Router]:
     limits = SharedLimits(redis_server.url, f"test-{secrets.token_hex(4)}", "m")
-    async with running_router(text, limits=limits, keys=AcceptedKeys((LIMITED, FREE), own=RULES)) as router:
+    async with running_router(text, limits=limits, keys=KeyRing(AcceptedKeys((LIMITED, FREE), own=RULES))) as router:
         yield router
     await limits.close()
 

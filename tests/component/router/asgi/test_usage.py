@@ -13,7 +13,7 @@ from kvrelay.config import RouterConfig
 from kvrelay.logs import extra_fields
 from kvrelay.telemetry.metrics import Instruments
 from kvrelay.text.service import TextService
-from kvrelay_router.access.key_ring import AcceptedKeys
+from kvrelay_router.access.key_ring import AcceptedKeys, KeyRing
 from kvrelay_router.openai import request_metrics
 from kvrelay_router.openai.request_metrics import RequestMetrics
 from tests.component.router.rig import MODEL, running_router
@@ -22,10 +22,10 @@ from tests.fakes.waiting import until
 LIMITS = '[[key]]\nkey = "sk-ann"\nname = "ann"\n'
 
 
-def keys(tmp_path: Path, *names: str) -> AcceptedKeys:
+def keys(tmp_path: Path, *names: str) -> KeyRing:
     path = tmp_path / "limits.toml"
     path.write_text(LIMITS)
-    return AcceptedKeys.of(RouterConfig(api_keys=tuple(map(SecretStr, names)), key_limits_file=path))
+    return KeyRing(AcceptedKeys.of(RouterConfig(api_keys=tuple(map(SecretStr, names)), key_limits_file=path)))
 
 
 def tokens(instruments: Instruments) -> Counter[tuple[str, str]]:

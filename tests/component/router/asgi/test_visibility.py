@@ -8,7 +8,7 @@ import pytest
 
 from kvrelay.config import RouterConfig
 from kvrelay.text.service import TextService
-from kvrelay_router.access.key_ring import AcceptedKeys
+from kvrelay_router.access.key_ring import AcceptedKeys, KeyRing
 from tests.component.router.rig import MODEL, Router, running_router
 
 ANN, BOB, ADMIN = "sk-ann", "sk-bob", "sk-admin"
@@ -17,7 +17,7 @@ CONFIG = RouterConfig(api_keys=(ANN, BOB), admin_api_keys=(ADMIN,), key_cache_sa
 
 @pytest.fixture
 async def shared(text: TextService) -> AsyncIterator[Router]:
-    async with running_router(text, keys=AcceptedKeys.of(CONFIG)) as router:
+    async with running_router(text, keys=KeyRing(AcceptedKeys.of(CONFIG))) as router:
         yield router
 
 

@@ -178,7 +178,7 @@ def test_settings_come_from_the_config() -> None:
     )
     settings = ApiSettings.from_config(config)
     assert settings.model_name == "org/name"
-    assert settings.keys.keys == ("one", "two")
+    assert settings.keys.accepted.keys == ("one", "two")
     assert (settings.request_timeout_s, settings.max_requests) == (7.0, 5)
 
 

@@ -45,14 +45,24 @@ def queries() -> Iterator[tuple[str, str]]:
                 yield f"{name}: {panel['title']}", target["expr"]
     for rule in rules():
         yield str(rule.get("alert") or rule["record"]), rule["expr"]
-    overlay = DEPLOY / "kubernetes" / "overlays" / "autoscaling" / "workers.yaml"
-    for scaled in yaml.safe_load_all(overlay.read_text()):
+    autoscaling = DEPLOY / "kubernetes" / "components" / "autoscaling" / "workers.yaml"
+    for scaled in yaml.safe_load_all(autoscaling.read_text()):
         yield str(scaled["metadata"]["name"]), scaled["spec"]["triggers"][0]["metadata"]["query"]
 
 
 def test_dashboards_are_up_to_date() -> None:
     command = [sys.executable, str(OBSERVABILITY / "dashboards.py"), "--check"]
     assert subprocess.run(command, check=False).returncode == 0
+
+
+def test_the_rules_for_the_prometheus_operator_are_up_to_date() -> None:
+    directory = DEPLOY / "kubernetes" / "components" / "monitoring"
+    resource = subprocess.run([directory / "make-rules"], capture_output=True, text=True, check=True).stdout
+    assert resource == (directory / "rules.yaml").read_text(), "write it with make-rules"
+    assert (
+        yaml.safe_load(resource)["spec"]["groups"]
+        == yaml.safe_load((OBSERVABILITY / "alerts.yml").read_text())["groups"]
+    )
 
 
 def test_every_query_is_about_metrics_and_labels_that_exist() -> None:

@@ -125,6 +125,12 @@ def test_a_browser_shows_the_fleet_and_the_timeline(stack: Stack, request_id: st
     assert '<span id="problem" class="bad"></span>' in shown
 
 
+ASKS_FOR = """(id => {
+    document.getElementById('find-id').value = id;
+    document.querySelector('#find button').click();
+})"""
+
+
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
 def test_names_from_outside_are_shown_as_text(stack: Stack) -> None:
     name = "<img/src=x/onerror=alert(1)>"
@@ -133,6 +139,31 @@ def test_names_from_outside_are_shown_as_text(stack: Stack) -> None:
     with Browser(CHROMIUM) as browser:
         browser.open(f"{stack.base_url}/dashboard")
         browser.wait_for("document.getElementById('requests')?.innerText.includes('onerror')", PATIENCE_S)
+        browser.evaluate(ASKS_FOR + f"('{name}')")
+        browser.wait_for("document.querySelector('#apart #events tr')", PATIENCE_S)
+        found = browser.markup()
+        browser.evaluate(ASKS_FOR + f"('{name}%')")
+        browser.wait_for("document.getElementById('not-found').innerText", PATIENCE_S)
         shown = browser.markup()
-    assert "&lt;img/src=x/onerror=alert(1)&gt;" in shown
-    assert "<img" not in shown
+    assert "&lt;img/src=x/onerror=alert(1)&gt;-" in found[found.index('id="timeline-title"') :]
+    assert "&lt;img/src=x/onerror=alert(1)&gt;%' is known to router" in shown
+    assert "<img" not in found + shown
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
+def test_a_request_beyond_the_latest_is_found_by_the_id_of_its_answer(stack: Stack) -> None:
+    body = {"model": stack.model, "prompt": "otter", "max_tokens": 1}
+    answers = [stack.http.post("/v1/completions", json=body) for _ in range(22)]
+    with Browser(CHROMIUM) as browser:
+        browser.open(f"{stack.base_url}/dashboard")
+        browser.wait_for("document.querySelectorAll('#requests tr').length === 20", PATIENCE_S)
+        browser.evaluate(ASKS_FOR + "(' unheard-of ')")
+        browser.wait_for("document.getElementById('not-found').innerText", PATIENCE_S)
+        missed = browser.markup()
+        browser.evaluate(ASKS_FOR + f"('{answers[0].json()['id']}')")
+        browser.wait_for("document.querySelector('#apart #events tr')", PATIENCE_S)
+        found = browser.markup()
+    assert "No request 'unheard-of' is known to router" in missed and '<section id="timeline" hidden' in missed
+    own_id = answers[0].headers["x-request-id"]
+    assert f">Request {own_id}, finished</h2>" in found and f'">{own_id}</a>' not in found
+    assert '<span id="not-found" class="bad"></span>' in found and '<span id="problem" class="bad"></span>' in found

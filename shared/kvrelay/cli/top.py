@@ -142,13 +142,19 @@ def _workers(workers: Sequence[Mapping[str, Any]]) -> RenderableType:
         held = {state: n for state, n in blocks.items() if n and state not in ("free", "cached", "total")}
         table.add_row(
             _named(worker),
-            Text(worker["state"], style="" if worker["state"] == "ready" else "red"),
+            _state(worker),
             Text("\n".join(queues) or "-"),
             Text("\n".join(f"{state} {n}" for state, n in held.items()) or "-"),
             f"{_short(blocks.get('cached', 0))}/{_short(blocks.get('total', 0))}",
             f"{_short(totals.get('prefill_tokens', 0))}/{_short(totals.get('decode_tokens', 0))}",
         )
     return table
+
+
+def _state(worker: Mapping[str, Any]) -> Text:
+    """With the seconds since the last answer of a silent worker."""
+    state = worker["state"]
+    return Text(f"silent\n{worker['age_s']:.0f} s" if state == "silent" else state, "" if state == "ready" else "red")
 
 
 def _named(worker: Mapping[str, Any]) -> Text:

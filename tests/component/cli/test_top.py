@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -40,9 +41,10 @@ FLEET: dict[str, Any] = {
             "device": "NVIDIA [b]H100 (GPU-5c89852c)",
             "kv_dtype": "fp8_e4m3",
         },
-        {  # as a router of an earlier version tells of it
+        {
             "worker_id": "decode-0",
-            "state": "lost",
+            "state": "silent",
+            "age_s": 2.1,
             "queues": {},
             "blocks": {},
             "totals": {},
@@ -90,6 +92,7 @@ def test_it_shows_what_the_router_says(
         "no prefill worker [is] ready",
     ):
         assert text in shown
+    assert re.search(r"decode-0 +silent .*\n +2 s ", shown)
     named = ("prefill-[red]0", "NVIDIA", "[b]H100", "(GPU-5c89852c)", "KV fp8_e4m3")
     for text in (*named, "queued 4", "computing 1", "computing 8", "54.3k"):
         assert text in shown

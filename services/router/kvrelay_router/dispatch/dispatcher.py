@@ -284,6 +284,9 @@ class RouterDispatcher:
         for worker in workers:
             key = worker["worker_id"], worker["incarnation"]
             worker["breaker"] = str(self._placement.breakers.state(key, now))
+            # Until the link is lost, a dead worker and one without CPU time or network look alike.
+            if worker["state"] == WorkerState.READY and not worker["live"] and worker["age_s"] >= LIVE_TIMEOUT_S:
+                worker["state"] = "silent"
         return workers
 
     def recent_request(self, request_id: str, owner: str | None = None) -> dict[str, Any] | None:

@@ -152,7 +152,9 @@ class _LimitedLine:
 
 class LimitedLog:
     """Logs at most one warning of each kind every `interval_s`, because any client of a socket could otherwise cause
-    lines without bound. The next one says how many were left out."""
+    lines without bound. The next one says how many were left out, unless there were `MAX_KINDS` of them meanwhile."""
+
+    MAX_KINDS = 1024
 
     def __init__(
         self, log: logging.Logger, interval_s: float = LIMIT_INTERVAL_S, clock: Callable[[], float] = time.monotonic
@@ -163,8 +165,10 @@ class LimitedLog:
         self._lines: dict[str, _LimitedLine] = {}
 
     def warning(self, kind: str, text: str, *args: object) -> None:
-        """Logs `text % args`. Use a fixed set of kinds: each is remembered."""
+        """Logs `text % args`."""
         now = self._clock()
+        if len(self._lines) >= self.MAX_KINDS:
+            self._lines.clear()
         line = self._lines.setdefault(kind, _LimitedLine(now))
         if now < line.next_at:
             line.num_left_out += 1

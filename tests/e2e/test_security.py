@@ -13,6 +13,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from kvrelay.curve import read_keys
 from kvrelay.fleet.embedded import EmbeddedRedis
 from tests.component.transfer.transports import NO_NIXL
 from tests.e2e.conftest import DEMO_MODEL
@@ -94,7 +95,11 @@ def test_a_fleet_with_a_key_serves_and_takes_no_worker_with_another(
         assert sum(each["handoffs_committed"] for each in totals) == 1
         with decode_worker(model, redis_server.url, "stranger", theirs):
             until_state(stack, "stranger", "lost")
+            reason = f"it encrypts with key {read_keys(theirs)[0].fingerprint}, this process has "
+            assert [each["reason"].startswith(reason) for each in stack.fleet()["workers"] if each["reason"]] == [True]
             assert stack.complete(list(range(5, 60)), 12)["token_ids"] == before["token_ids"]
         with decode_worker(model, redis_server.url, "friend", ours):
             until_state(stack, "friend", "ready")
         assert stack.complete(list(range(5, 60)), 12)["token_ids"] == before["token_ids"]
+        logs = [path.read_text() for path in (tmp_path / "state").rglob("*.log")]
+        assert sum(text.count(reason) for text in logs) == 1, "one line, however often the router asks"

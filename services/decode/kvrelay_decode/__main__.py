@@ -18,7 +18,7 @@ def make_role(context: WorkerContext, config: WorkerConfig) -> DecodeRole:
         host=config.host,
         port=config.transfer_port,
         advertise_host=config.reachable_host,
-        curve=config.curve_key(),
+        curve=config.curve_keys(),
     )
     return DecodeRole(context, with_other_ranks_receivers(receivers, context.spec, context.ranks))
 

@@ -20,7 +20,7 @@ def make_role(context: WorkerContext, config: WorkerConfig) -> PrefillRole:
         host=config.host,
         advertise_host=config.reachable_host,
         checksums=config.transfer_checksums,
-        curve=config.curve_key(),
+        curve=config.curve_keys(),
         max_peers=config.max_peers,
     )
     if config.backend == "simulated":

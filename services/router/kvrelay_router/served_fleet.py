@@ -94,7 +94,7 @@ def _open_messenger(config: RouterConfig, on_event: Callable[[LinkEvent], None])
         settings=LinkSettings(
             alive_interval_s=config.peer_interval_s, peer_timeout_s=config.peer_timeout_s, max_peers=config.max_peers
         ),
-        curve=config.curve_key(),
+        curve=config.curve_keys(),
     )
 
 

@@ -41,7 +41,8 @@ def rank(argv: Sequence[str]) -> int:
 def keys(argv: Sequence[str]) -> int:
     """Creates a key for a fleet, in a file or on standard output."""
     path = keys_parser().parse(argv).file
-    text = CurveKey.new().text()
+    key = CurveKey.new()
+    text = key.text()
     if path == "-":
         sys.stdout.write(text)
         return 0
@@ -51,7 +52,7 @@ def keys(argv: Sequence[str]) -> int:
         raise CommandFailed(f"cannot make {path}: {error.strerror}") from None
     with os.fdopen(descriptor, "w", encoding="ascii") as file:
         file.write(text)
-    print(f"A new key is in {path}. All processes of the fleet need it: --curve-key-file {path}")
+    print(f"Key {key.fingerprint} is in {path}. All processes of the fleet need it: --curve-key-file {path}")
     return 0
 
 

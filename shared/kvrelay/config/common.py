@@ -11,7 +11,7 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from kvrelay.curve import CurveKey
+from kvrelay.curve import CurveKeys
 
 SENTINEL, CLUSTER = "redis+sentinel", "redis+cluster"
 SCHEMES = ("redis", "rediss", "unix", SENTINEL, CLUSTER)
@@ -131,7 +131,8 @@ class ProcessConfig(BaseModel):
     curve_key_file: Path | None = Field(
         default=None,
         description="file with the fleet's key, from `kvrelay keys`: encrypts all traffic between routers and workers, "
-        "including KV blocks over zmq, and refuses peers without this key (default: no encryption)",
+        "including KV blocks over zmq, and refuses peers without it; while it rotates, the peers' keys stand below it "
+        "(default: no encryption)",
     )
     log_level: LogLevel = Field(default="info", description="lowest level to log")
     log_format: LogFormat = Field(default="text", description="text, or one JSON object per line")
@@ -140,7 +141,7 @@ class ProcessConfig(BaseModel):
     @classmethod
     def _key_can_be_read(cls, path: Path | None) -> Path | None:
         if path is not None:
-            CurveKey.read(path)
+            CurveKeys.read(path)
         return path
 
     @field_validator("advertise_host", mode="before")
@@ -158,9 +159,9 @@ class ProcessConfig(BaseModel):
         """The files with keys and passwords."""
         return [self.curve_key_file] if self.curve_key_file else []
 
-    def curve_key(self) -> CurveKey | None:
+    def curve_keys(self) -> CurveKeys | None:
         """The fleet's key, or None without encryption. Raises BadKeyFile."""
-        return None if self.curve_key_file is None else CurveKey.read(self.curve_key_file)
+        return None if self.curve_key_file is None else CurveKeys.read(self.curve_key_file)
 
 
 class CommonConfig(ProcessConfig):

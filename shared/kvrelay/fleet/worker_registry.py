@@ -43,7 +43,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     role: Literal["prefill", "decode"]
     incarnation: str
     address: str
-    """Address for control messages, `tcp://host:port`."""
+    """Address for control messages, `tcp://host:port`, as `kvrelay.curve` advertises it."""
     model: str
     """Model name for clients."""
     fingerprint: str

@@ -17,9 +17,9 @@ from functools import partial
 
 import zmq
 
-from kvrelay.curve import OVERHEAD_BYTES, CurveKey
+from kvrelay.curve import OVERHEAD_BYTES, CurveKeys, KeysDiffer, advertised, key_for, location
 from kvrelay.logs import LimitedLog
-from kvrelay.messaging.zmq_context import ZmqContext, open_curve_gate, tcp_address, tcp_host
+from kvrelay.messaging.zmq_context import ZmqContext, connect, open_curve_gate, tcp_address, tcp_host
 from kvrelay.protocol.codec import MAX_FRAME_BYTES
 from kvrelay.protocol.link import LinkEvent, Links, LinkSettings, PeerLost
 from kvrelay.protocol.messages import AnyBody, PeerRef
@@ -64,14 +64,15 @@ class Messenger:
         advertise_host: str | None = None,
         fingerprint: str = "",
         settings: LinkSettings | None = None,
-        curve: CurveKey | None = None,
+        curve: CurveKeys | None = None,
     ) -> None:
         settings = settings or LinkSettings()
         sockets = MessengerSockets(host, port, curve, settings.max_peers)
         self._sockets: MessengerSockets | None = sockets  # None once closed
-        self.me = PeerRef(peer_id, new_incarnation(), tcp_address(advertise_host or host, sockets.port))
+        address = advertised(tcp_address(advertise_host or host, sockets.port), curve)
+        self.me = PeerRef(peer_id, new_incarnation(), address)
         self._on_event = on_event
-        self._links = Links(self.me, fingerprint, settings)
+        self._links = Links(self.me, fingerprint, settings, partial(_why_unreachable, curve))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._probes = ProcessProbes()
         self._events: deque[LinkEvent] = deque()  # not yet reported
@@ -234,13 +235,21 @@ class Messenger:
             self._sockets.keep_only(self._links.addresses())
 
 
-INBOX_ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]*;]+):[0-9]{1,5}", re.ASCII)
+INBOX_ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]*;#]+):[0-9]{1,5}", re.ASCII)
+
+
+def _why_unreachable(curve: CurveKeys | None, address: str) -> str:
+    try:
+        key_for(address, curve)
+    except KeysDiffer as error:
+        return str(error)
+    return ""
 
 
 class MessengerSockets:
     """Binds the inbox to `port`, or to a free one if it is 0. Raises zmq.ZMQError if that is not possible."""
 
-    def __init__(self, host: str, port: int, curve: CurveKey | None, max_peers: int) -> None:
+    def __init__(self, host: str, port: int, curve: CurveKeys | None, max_peers: int) -> None:
         self.num_unsent = 0
         """Messages that could not be given to a socket. The peer notices the gap."""
         self._log = LimitedLog(log)
@@ -261,7 +270,7 @@ class MessengerSockets:
         self._inbox.setsockopt(zmq.IPV6, int(":" in host))
         if self._curve is not None:
             open_curve_gate(self._context, self._curve)
-            self._curve.guard_server(self._inbox)
+            self._curve.own.guard_server(self._inbox)
         if not port:
             return self._inbox.bind_to_random_port(tcp_host(host))
         self._inbox.bind(tcp_address(host, port))
@@ -305,18 +314,16 @@ class MessengerSockets:
 
     def _connect(self, address: str) -> zmq.Socket[bytes]:
         """Raises zmq.ZMQError, and ValueError for what is no inbox: addresses come from peers."""
-        if INBOX_ADDRESS.fullmatch(address) is None:
+        if INBOX_ADDRESS.fullmatch(location(address)) is None:
             raise ValueError("not tcp://HOST:PORT")
         outbox = self._context.socket(zmq.PUSH)
         outbox.set_hwm(0)
         outbox.setsockopt(zmq.IPV6, int("[" in address))
         outbox.setsockopt(zmq.RECONNECT_IVL, 50)
         outbox.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        if self._curve is not None:
-            self._curve.guard_client(outbox)
         try:
-            outbox.connect(address)
-        except zmq.ZMQError:
+            connect(outbox, address, self._curve)
+        except (zmq.ZMQError, KeysDiffer):
             self._context.close_socket(outbox)
             raise
         return outbox
@@ -352,7 +359,7 @@ class ProcessProbes:
 
 
 async def _probe(address: str, on_ended: Callable[[], None]) -> None:
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    host, _, port = location(address).removeprefix("tcp://").rpartition(":")
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             _, writer = await asyncio.open_connection(host.strip("[]"), int(port))

@@ -15,7 +15,8 @@ from threading import Thread
 import zmq
 from zmq.utils import z85
 
-from kvrelay.curve import CurveKey
+from kvrelay.curve import CurveKeys, key_for, location
+from kvrelay.logs import LimitedLog
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,8 @@ DEFAULT_MAX_SOCKETS = 1023
 """The default of libzmq."""
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _ZAP_FRAMES = 7
+REFUSED_INTERVAL_S = 600.0
+"""Between two lines about connections from one host that are refused."""
 
 
 @dataclass(slots=True)
@@ -110,23 +113,32 @@ def _close_dropped(context: zmq.Context[Socket], sockets: _Sockets) -> None:
     _thread.start_new_thread(context.term, ())
 
 
-def open_curve_gate(context: ZmqContext, key: CurveKey) -> None:
-    """Starts a thread that admits only this key to the context's guarded sockets. It ends with the context."""
+def connect(socket: Socket, address: str, curve: CurveKeys | None) -> None:
+    """Connects to an address as its process advertises it, with its key. Raises KeysDiffer and zmq.ZMQError."""
+    if (key := key_for(address, curve)) is not None:
+        key.guard_client(socket)
+    socket.connect(location(address))
+
+
+def open_curve_gate(context: ZmqContext, curve: CurveKeys) -> None:
+    """Starts a thread that admits only its own key to the context's guarded sockets. It ends with the context."""
     gate = context.socket(zmq.REP)
     gate.bind(_ZAP_ADDRESS)  # bind before any connection: without a gate, connections are refused for good
-    thread = Thread(target=_keep_gate, args=(gate, z85.decode(key.public)), name="curve-gate", daemon=True)
+    thread = Thread(target=_keep_gate, args=(gate, z85.decode(curve.own.public)), name="curve-gate", daemon=True)
     thread.start()
     context.hand_over(gate)
 
 
 def _keep_gate(gate: Socket, public: bytes) -> None:
+    limited = LimitedLog(log, REFUSED_INTERVAL_S)
     try:
         while True:
             frames = gate.recv_multipart()
             # version, request, domain, address, identity, mechanism, the peer's public key (32 bytes)
             is_ours = len(frames) == _ZAP_FRAMES and frames[5] == b"CURVE" and frames[6] == public
             if not is_ours:
-                log.warning("refused a connection from %r: it has another key", frames[3:4])
+                peer = repr(frames[3:4])  # it tries again and again
+                limited.warning(peer, "refused connections from %s: they prove another key", peer)
             status = (b"200", b"OK") if is_ours else (b"400", b"another key")
             gate.send_multipart([b"1.0", frames[1], *status, b"", b""])
     except zmq.ContextTerminated:

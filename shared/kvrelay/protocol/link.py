@@ -27,7 +27,7 @@ has lost this link.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,12 +113,20 @@ class Links:
     """Up to `MAX_PEER_IDS_KEPT` peers are kept, each with its last `MAX_INCARNATIONS_KEPT` incarnations in order of
     arrival."""
 
-    def __init__(self, me: PeerRef, fingerprint: str = "", settings: LinkSettings | None = None) -> None:
+    def __init__(
+        self,
+        me: PeerRef,
+        fingerprint: str = "",
+        settings: LinkSettings | None = None,
+        why_unreachable: Callable[[str], str] = lambda address: "",
+    ) -> None:
+        """`why_unreachable`: why nothing can be sent to an address, or ""; no link is opened to it then."""
         self.me = me
         self.fingerprint = fingerprint
         self.settings = settings or LinkSettings()
         self.num_malformed = 0
         self.num_beyond_limit = 0  # messages of peers beyond `max_peers`
+        self._why_unreachable = why_unreachable
         self._links: dict[tuple[str, str], _Link] = {}  # keyed by peer id and incarnation
         self._last_number = 0
         self._last_tick: float | None = None
@@ -140,8 +148,8 @@ class Links:
         sequence: int = 0,
         trace: str = "",
     ) -> None:
-        """Queues a message. If a newer incarnation replaced the peer, there are too many links, or the peer takes too
-        little, it is reported lost instead. Raises MessageTooLarge.
+        """Queues a message. If a newer incarnation replaced the peer, its address is of no use, there are too many
+        links, or the peer takes too little, it is reported lost instead. Raises MessageTooLarge.
         """
         frames = codec.encode_body(body)
         link = self._links.get((peer.peer_id, peer.incarnation)) or self._link_to(peer, now)
@@ -270,6 +278,8 @@ class Links:
                 self.num_beyond_limit += 1
                 return
             link = self._open(PeerRef(header.sender, header.incarnation, header.reply_to), now)
+            if link is None:
+                return
         link.peer_number = header.link
         link.last_received_at = now
         link.is_router, link.has_ended = not header.fingerprint, False
@@ -326,7 +336,11 @@ class Links:
             return None
         return self._open(peer, now)
 
-    def _open(self, peer: PeerRef, now: float) -> _Link:
+    def _open(self, peer: PeerRef, now: float) -> _Link | None:
+        """None if the peer is reported lost instead."""
+        if reason := self._why_unreachable(peer.address):
+            self._events.append(PeerLost(peer, reason))
+            return None
         self._last_number += 1
         link = _Link(number=self._last_number, peer=peer, last_received_at=now)
         self._links[peer.peer_id, peer.incarnation] = link

@@ -123,7 +123,7 @@ def load_divided(config: WorkerConfig, *, hands_over: bool) -> RankedRunner:
         try:
             coordinator = _connect(config, 0, config.num_ranks, device, local, listener)
             undo.callback(coordinator.close)
-            group = RankGroup(config.num_ranks, local, config.rank_host, curve=config.curve_key())
+            group = RankGroup(config.num_ranks, local, config.rank_host, curve=config.curve_keys())
             undo.callback(group.close)
             undo.callback(local.kill)
             group.lost.add_done_callback(lambda _: coordinator.leave())
@@ -165,7 +165,7 @@ def _follow(config: RankConfig) -> None:
         _check_equal(coordinator, _versions())
         order = msgspec.json.decode(coordinator.all_texts("")[0], type=_Order)
         worker = config_of_rank(config, order.config)
-        member = RankMember(config.rank, host, order.meeting, config.curve_key())
+        member = RankMember(config.rank, host, order.meeting, config.curve_keys())
         closing.callback(member.close)
         log.info("loads its part of %s on %s", worker.model, device)
         with deferred_collection():
@@ -194,7 +194,7 @@ def make_transports(config: WorkerConfig, pool: PoolLike) -> Mapping[str, Transf
             host=config.host,
             advertise_host=config.reachable_host,
             checksums=config.transfer_checksums,
-            curve=config.curve_key(),
+            curve=config.curve_keys(),
             max_peers=config.max_peers,
         )
     else:
@@ -204,7 +204,7 @@ def make_transports(config: WorkerConfig, pool: PoolLike) -> Mapping[str, Transf
             host=config.host,
             port=0,
             advertise_host=config.reachable_host,
-            curve=config.curve_key(),
+            curve=config.curve_keys(),
             admission_wait_s=ADMISSION_WAIT_S,
         )
     return {name: end for name, end in ends.items() if isinstance(end, TransferSender | TransferReceiver)}

@@ -21,6 +21,7 @@ class Meeting(msgspec.Struct, frozen=True):
     steps_port: int
     reports_port: int
     silence_s: float  # after which a connection counts as ended
+    key: str = ""  # that guards them, as it ends an address; empty: none does
 
 
 # -- from rank 0 ------------------------------------------------------------------------------------------------------

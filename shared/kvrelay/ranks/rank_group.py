@@ -12,7 +12,7 @@ from concurrent.futures import Future
 import msgspec
 import zmq
 
-from kvrelay.curve import CurveKey
+from kvrelay.curve import CurveKeys, advertised
 from kvrelay.handoff.transports.base import Endpoint
 from kvrelay.messaging.zmq_context import ZmqContext, open_curve_gate, tcp_host
 from kvrelay.ranks.local_ranks import LocalRanks, RanksFailed
@@ -67,7 +67,7 @@ class RankGroup:
         local: LocalRanks,
         host: str = "127.0.0.1",
         silence_s: float = 15.0,
-        curve: CurveKey | None = None,
+        curve: CurveKeys | None = None,
     ) -> None:
         """`local`: the processes of this machine, which end with the group. Raises zmq.ZMQError if `host` is not this
         machine's."""
@@ -93,7 +93,7 @@ class RankGroup:
             socket.set_hwm(0)  # without a limit ZMQ drops no message for a slow rank
             socket.setsockopt(zmq.IPV6, int(":" in host))
             if curve is not None:
-                curve.guard_server(socket)
+                curve.own.guard_server(socket)
         self._steps.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error tells that a rank is not connected
         self._reports.setsockopt(zmq.MAXMSGSIZE, MAX_REPORT_BYTES)
         beat(self._steps, silence_s)
@@ -104,7 +104,7 @@ class RankGroup:
         except BaseException:
             self._context.close()
             raise
-        self.meeting = Meeting(steps_port, reports_port, silence_s)
+        self.meeting = Meeting(steps_port, reports_port, silence_s, advertised("", curve))
         self._context.hand_over(self._reports)
         threading.Thread(target=self._run, name="ranks", daemon=True).start()
         local.first_end.add_done_callback(lambda ended: self._fail(ended.result()))

@@ -24,9 +24,9 @@ from queue import SimpleQueue
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvrelay.curve import CurveKey
+from kvrelay.curve import CurveKeys, KeysDiffer
 from kvrelay.handoff.transports.base import ReceiverEvent, SenderEvent, TransferReceiver, TransferSender
-from kvrelay.messaging.zmq_context import ZmqContext, tcp_host
+from kvrelay.messaging.zmq_context import ZmqContext, connect, tcp_host
 from kvrelay.process_identity import own_identity
 from kvrelay.ranks.messages import (
     Done,
@@ -58,9 +58,10 @@ class RankEnds(Exception):
 
 
 class RankMember:
-    """One rank's connection to rank 0. `host`: rank 0's, at which it meets the others."""
+    """One rank's connection to rank 0. `host`: rank 0's, at which it meets the others. Raises RankEnds if their keys
+    differ."""
 
-    def __init__(self, rank: int, host: str, meeting: Meeting, curve: CurveKey | None = None) -> None:
+    def __init__(self, rank: int, host: str, meeting: Meeting, curve: CurveKeys | None = None) -> None:
         self._rank = rank
         self._context = ZmqContext()
         self._steps, self._reports = self._context.socket(zmq.DEALER), self._context.socket(zmq.PUSH)
@@ -70,9 +71,11 @@ class RankMember:
         for each, port in ((self._steps, meeting.steps_port), (self._reports, meeting.reports_port)):
             each.set_hwm(0)
             each.setsockopt(zmq.IPV6, int(":" in host))
-            if curve is not None:
-                curve.guard_client(each)
-            each.connect(f"{tcp_host(host)}:{port}")
+            try:
+                connect(each, f"{tcp_host(host)}:{port}{meeting.key}", curve)
+            except KeysDiffer as error:
+                self.close()
+                raise RankEnds(f"rank 0: {error}") from error
         self._reporting = threading.Lock()  # guards the socket of reports
         self._batches: SimpleQueue[WorkerBatch | None] = SimpleQueue()  # None: the group ends
         self._decoder = decoder_of_members()

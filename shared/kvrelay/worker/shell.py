@@ -21,7 +21,7 @@ import zmq
 
 from kvrelay.config.worker import WorkerConfig
 from kvrelay.fleet.worker_registry import RECORD_PAGE, record_as_json
-from kvrelay.logs import log_with
+from kvrelay.logs import LimitedLog, log_with
 from kvrelay.process import (
     StartFailed,
     TooFewOpenFiles,
@@ -53,6 +53,8 @@ from kvrelay.worker.startup import RoleFactory, RunnerFactory, StartedWorker, Wo
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
+LOSS_INTERVAL_S = 60.0
+"""Between two equal lines about a peer: each message to one with another key says so again."""
 QUIET_BEFORE_CHECK_S = 2.0
 """Time without a request after which the pool is checked, once per quiet period, because the check takes a moment."""
 DRAIN_POLL_S = 0.05
@@ -65,6 +67,7 @@ class WorkerShell:
 
     def __init__(self, config: WorkerConfig, make_role: RoleFactory, make_runner: RunnerFactory) -> None:
         self.config = config
+        self._losses = LimitedLog(log, LOSS_INTERVAL_S)
         self._make_role = make_role
         self._make_runner = make_runner
         self._started: StartedWorker | None = None
@@ -269,7 +272,8 @@ class WorkerShell:
     def _on_event(self, event: LinkEvent) -> None:
         started = self.started
         if not isinstance(event, Delivered):
-            log.warning("%s: %s", event.peer.peer_id, event.reason)
+            line = f"{event.peer.peer_id}: {event.reason}"
+            self._losses.warning(line, "%s", line)
             started.reports.forget(event.peer)
             if started.lockstep is not None:
                 started.lockstep.group.peer_lost(event.peer, event.reason)

@@ -156,7 +156,7 @@ class WorkerStartup:
                 router_timeout_s=ROUTER_TIMEOUT_S,
                 max_peers=config.max_peers,
             ),
-            curve=config.curve_key(),
+            curve=config.curve_keys(),
         )
         self.closing.callback(messenger.close, 0)
         return WorkerContext(

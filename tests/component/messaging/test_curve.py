@@ -1,9 +1,10 @@
-"""A fleet's key: who has it is understood, who has another or none is refused; messages and KV blocks alike."""
+"""A fleet's keys: processes with one in common understand each other, a process without is named; messages and KV
+blocks alike."""
 
 from __future__ import annotations
 
 import asyncio
-import stat
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +12,8 @@ import numpy as np
 import pytest
 import zmq
 
-from kvrelay.config import ConfigError, RouterConfig, load_config
-from kvrelay.curve import BadKeyFile, CurveKey
-from kvrelay.handoff.transports.base import BlockPush, Landed
+from kvrelay.curve import CurveKey, CurveKeys, location
+from kvrelay.handoff.transports.base import BlockPush, Landed, TransferFailed
 from kvrelay.handoff.transports.select import make_receivers, make_senders
 from kvrelay.handoff.transports.zmq_receiver import ZmqReceiver
 from kvrelay.messaging.messenger import Messenger
@@ -21,18 +21,16 @@ from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings, PeerLost
 from kvrelay.protocol.messages import Cancel
 from tests.component.transfer.rig import Log
 from tests.component.transfer.transports import EMPTY, zmq_sender
-from tests.fakes.command import command
 from tests.fakes.waiting import PATIENCE_S
 
-keys = command("keys")
-
-OURS, THEIRS = CurveKey.new(), CurveKey.new()
+OLD, NEW = CurveKey.new(), CurveKey.new()
+OURS, THEIRS = CurveKeys(OLD), CurveKeys(NEW)
 FAST = LinkSettings(alive_interval_s=0.1, peer_timeout_s=1.0)
 BLOCK_BYTES = 4096
 
 
 class Party:
-    def __init__(self, name: str, curve: CurveKey | None, settings: LinkSettings = FAST) -> None:
+    def __init__(self, name: str, curve: CurveKeys | None, settings: LinkSettings = FAST) -> None:
         self.events: list[LinkEvent] = []
         self.news = asyncio.Event()
         self.messenger = Messenger(name, self._take, settings=settings, curve=curve)
@@ -52,8 +50,13 @@ class Party:
                 await self.news.wait()
 
 
-async def test_parties_with_the_same_key_understand_each_other() -> None:
-    one, other = (Party(name, OURS, LinkSettings(0.1, 60.0)) for name in ("one", "other"))
+@pytest.mark.parametrize(
+    ("mine", "yours"),
+    [(OURS, OURS), (CurveKeys(OLD, NEW), OURS), (CurveKeys(OLD, NEW), CurveKeys(NEW, OLD))],
+    ids=["one key", "before the rotation", "during the rotation"],
+)
+async def test_parties_with_a_key_in_common_understand_each_other(mine: CurveKeys, yours: CurveKeys) -> None:
+    one, other = (Party(name, curve, LinkSettings(0.1, 60.0)) for name, curve in (("one", mine), ("other", yours)))
     one.messenger.send(other.messenger.me, Cancel(reason="x" * 100_000))
     await other.until(lambda: other.has(Delivered))
     other.messenger.send(one.messenger.me, Cancel(reason="x"))
@@ -62,32 +65,71 @@ async def test_parties_with_the_same_key_understand_each_other() -> None:
     other.messenger.close()
 
 
+HOLDS = f"has {OLD.fingerprint}"
+
+
 @pytest.mark.parametrize(
-    ("mine", "yours"), [(OURS, THEIRS), (None, OURS), (OURS, None)], ids=["another key", "no key", "only mine"]
+    ("mine", "yours", "reason"),
+    [
+        (OURS, THEIRS, f"it encrypts with key {NEW.fingerprint}, this process {HOLDS}"),
+        (None, OURS, f"it encrypts with key {OLD.fingerprint}, this process has no curve_key_file"),
+        (OURS, None, f"it does not encrypt, this process {HOLDS}"),
+    ],
+    ids=["another key", "no key", "only mine"],
 )
-async def test_others_are_not_heard(mine: CurveKey | None, yours: CurveKey | None) -> None:
-    one, other = Party("one", mine), Party("other", yours)
+async def test_a_party_with_other_keys_is_lost_at_once_by_name(
+    mine: CurveKeys | None, yours: CurveKeys | None, reason: str
+) -> None:
+    one, other = Party("one", mine, LinkSettings(0.1, 60.0)), Party("other", yours)
     one.messenger.send(other.messenger.me, Cancel(reason="x"))
     await one.until(lambda: one.has(PeerLost))
+    assert one.events == [PeerLost(other.messenger.me, f"{reason}: both need a key in common, see curve_key_file")]
     assert not other.events
     one.messenger.close()
     other.messenger.close()
 
 
-async def test_who_knows_the_public_key_alone_is_refused() -> None:
-    """The public key is enough to be understood, so the gate must ask for the secret one."""
-    other = Party("other", OURS)
-    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
-        socket.linger = 0
-        socket.curve_serverkey = OURS.public
-        socket.curve_publickey, socket.curve_secretkey = THEIRS.public, THEIRS.secret
-        with socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
-            socket.connect(other.messenger.me.address)
-            assert await asyncio.to_thread(monitor.poll, 30_000)
-            event = int.from_bytes(monitor.recv_multipart()[0][:2], "little")
-            assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            socket.disable_monitor()
+async def test_a_party_that_cannot_be_answered_is_named() -> None:
+    one, other = Party("one", CurveKeys(NEW, OLD)), Party("other", OURS)
+    one.messenger.send(other.messenger.me, Cancel(reason="x"))
+    await other.until(lambda: other.has(PeerLost))
+    lost = other.events[0]
+    assert isinstance(lost, PeerLost) and lost.peer == one.messenger.me
+    assert lost.reason.startswith(f"it encrypts with key {NEW.fingerprint}, this process {HOLDS}")
+    one.messenger.close()
     other.messenger.close()
+
+
+async def test_a_key_that_is_added_to_the_file_is_used_without_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text(OLD.text())
+    one, other = Party("one", CurveKeys.read(path)), Party("other", CurveKeys(NEW, OLD), LinkSettings(0.1, 60.0))
+    one.messenger.send(other.messenger.me, Cancel(reason="x"))
+    await one.until(lambda: one.has(PeerLost))
+    path.write_text(OLD.text() + NEW.text())
+    one.messenger.send(other.messenger.me, Cancel(reason="x"))
+    await other.until(lambda: other.has(Delivered))
+    one.messenger.close()
+    other.messenger.close()
+
+
+async def test_who_knows_the_public_key_alone_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """The public key is enough to be understood, so the gate must ask for the secret one. One line says so."""
+    other = Party("other", OURS)
+    caplog.set_level(logging.WARNING)
+    for _ in range(2):
+        with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+            socket.linger = 0
+            socket.curve_serverkey = OLD.public
+            socket.curve_publickey, socket.curve_secretkey = NEW.public, NEW.secret
+            with socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
+                socket.connect(location(other.messenger.me.address))
+                assert await asyncio.to_thread(monitor.poll, 30_000)
+                event = int.from_bytes(monitor.recv_multipart()[0][:2], "little")
+                assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+                socket.disable_monitor()
+    other.messenger.close()
+    assert caplog.messages == ["refused connections from [b'127.0.0.1']: they prove another key"]
 
 
 def test_a_port_that_is_taken_leaves_nothing_behind() -> None:
@@ -107,11 +149,14 @@ async def test_blocks_of_another_key_do_not_land(local: bool) -> None:
     landed = Log()
     receiver.start(landed.add)
     receiver.admit("r", 0, [0, 1])
-    strangers = [zmq_sender(source, curve=THEIRS), zmq_sender(source)]
+    strangers, refused = [zmq_sender(source, curve=THEIRS), zmq_sender(source)], Log()
     for stranger in strangers:
-        stranger.start(lambda event: None)
+        stranger.start(refused.add)
         stranger.push("r", receiver.endpoint, [BlockPush(0, 0, 0)])
-    friend = zmq_sender(source, curve=OURS)
+    await refused.until(lambda: len(refused.events) == len(strangers))
+    for event in refused.events:
+        assert isinstance(event, TransferFailed) and f"it encrypts with key {OLD.fingerprint}" in event.cause
+    friend = zmq_sender(source, curve=CurveKeys(NEW, OLD))
     friend.start(lambda event: None)
     friend.push("r", receiver.endpoint, [BlockPush(1, 1, 1)])
     await landed.until(lambda: any(isinstance(event, Landed) for event in landed.events))
@@ -131,32 +176,3 @@ def test_with_a_key_blocks_go_by_the_transport_that_encrypts(caplog: pytest.LogC
     assert list(receivers) == ["zmq"]
     for receiver in receivers.values():
         receiver.close()
-
-
-# -- key files --------------------------------------------------------------------------------------------------------
-
-
-def test_a_key_is_made_once_for_its_owner_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "key"
-    assert keys([str(path)]) == 0
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    made = CurveKey.read(path)
-    assert made.secret.decode() not in capsys.readouterr().out + repr(made)
-    assert keys([str(path)]) == 1 and "File exists" in capsys.readouterr().err
-    assert CurveKey.read(path) == made
-    assert keys(["-"]) == 0
-    path.write_text(capsys.readouterr().out)
-    assert CurveKey.read(path) != made
-    config = load_config(RouterConfig, ["--curve-key-file", str(path)], environ={"KVRELAY_MODEL": "org/model"})
-    key = config.curve_key()
-    assert key is not None and key.secret.decode() not in str(config.printable())
-
-
-@pytest.mark.parametrize("content", ["", "# only a comment\n", "too short\n", f"{'0' * 40}\n{'0' * 40}\n", "é" * 40])
-def test_a_file_without_a_key_is_named(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "key"
-    path.write_text(content)
-    with pytest.raises(BadKeyFile):
-        CurveKey.read(path)
-    with pytest.raises(ConfigError, match=r"--curve-key-file = .*key"):
-        load_config(RouterConfig, ["--curve-key-file", str(path)], environ={"KVRELAY_MODEL": "org/model"})

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvrelay.curve import OVERHEAD_BYTES, CurveKey
+from kvrelay.curve import OVERHEAD_BYTES, CurveKey, CurveKeys, location
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.protocol.codec import MAX_FRAME_BYTES
 from kvrelay.protocol.link import Delivered, LinkSettings
@@ -24,18 +24,18 @@ from tests.fakes.waiting import until
 
 NUM_MESSAGES = 100
 NUM_HOSTILE = 400
-KEY = CurveKey.new()
+KEY = CurveKeys(CurveKey.new())
 LASTING = LinkSettings(alive_interval_s=0.1, peer_timeout_s=60.0)
 
 
 @contextmanager
-def stranger(target: Messenger, key: CurveKey | None) -> Iterator[zmq.Socket[bytes]]:
+def stranger(target: Messenger, key: CurveKeys | None) -> Iterator[zmq.Socket[bytes]]:
     with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
         socket.linger = 0
         socket.set_hwm(0)
         if key is not None:
-            key.guard_client(socket)
-        socket.connect(target.me.address)
+            key.own.guard_client(socket)
+        socket.connect(location(target.me.address))
         yield socket
 
 
@@ -45,7 +45,7 @@ def shout(socket: zmq.Socket[bytes], target: Messenger, frames: list[bytes]) -> 
     try:
         socket.send_multipart(frames, zmq.NOBLOCK)
     except zmq.Again:
-        socket.connect(target.me.address)
+        socket.connect(location(target.me.address))
 
 
 def hostile_frames(rng: random.Random, target: Messenger) -> list[bytes]:
@@ -61,7 +61,7 @@ def hostile_frames(rng: random.Random, target: Messenger) -> list[bytes]:
 
 
 async def write_plain_bytes(target: Messenger, rng: random.Random) -> None:
-    host, port = target.me.address.removeprefix("tcp://").split(":")
+    host, port = location(target.me.address).removeprefix("tcp://").split(":")
     _, writer = await asyncio.open_connection(host, int(port))
     with suppress(ConnectionError):
         writer.write(rng.randbytes(2000))
@@ -72,7 +72,7 @@ async def write_plain_bytes(target: Messenger, rng: random.Random) -> None:
 @pytest.mark.parametrize(
     ("fleet_key", "key"), [(None, None), (KEY, KEY), (KEY, None)], ids=["plain", "curve", "without the key"]
 )
-async def test_honest_processes_go_on_talking(fleet_key: CurveKey | None, key: CurveKey | None) -> None:
+async def test_honest_processes_go_on_talking(fleet_key: CurveKeys | None, key: CurveKeys | None) -> None:
     rng = random.Random(5)
     one, other = (Party(name, fleet_key, LASTING) for name in ("one", "other"))
     try:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import zmq
 
-from kvrelay.curve import CurveKey
+from kvrelay.curve import CurveKey, CurveKeys
 from kvrelay.handoff.transports.zmq_receiver import ZmqReceiver
 from kvrelay.handoff.transports.zmq_sender import ZmqSender
 from kvrelay.messaging.messenger import Messenger
@@ -22,12 +22,12 @@ from kvrelay.protocol.messages import Cancel, PeerRef
 from tests.fakes.waiting import until, wait_until
 from tests.fakes.zmq_contexts import open_contexts
 
-KEY = CurveKey.new()
+KEY = CurveKeys(CurveKey.new())
 NOBODY = PeerRef("nobody", "1", "tcp://127.0.0.1:1")
 POOL = np.zeros((4, 64), np.uint8)
 
 
-def opened_messenger(curve: CurveKey | None = None) -> Messenger:
+def opened_messenger(curve: CurveKeys | None = None) -> Messenger:
     return Messenger("one", lambda event: None, curve=curve)
 
 

@@ -17,14 +17,14 @@ import psutil
 import pytest
 import zmq
 
-from kvrelay.curve import CurveKey
+from kvrelay.curve import CurveKey, CurveKeys
 from kvrelay.process_identity import has_ended, identity_of
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.ranks.local_ranks import LocalRanks, RanksFailed
 from kvrelay.ranks.messages import End, encode
 from kvrelay.ranks.rank_group import RankGroup
-from kvrelay.ranks.rank_member import RankMember
+from kvrelay.ranks.rank_member import RankEnds, RankMember
 from kvrelay.ranks.transfers import RemoteReceiver
 from kvrelay.step.batch import DeviceLost, StepResult, WorkerBatch, WorkerRow
 from tests.component.ranks.replica_rank import digest
@@ -197,13 +197,15 @@ def test_ranks_that_do_not_connect_are_named() -> None:
     group.close()
 
 
-def test_a_rank_with_another_key_does_not_connect() -> None:
-    key = CurveKey.new()
-    group = RankGroup(3, LocalRanks([]), curve=key)
-    members = [RankMember(rank, "127.0.0.1", group.meeting, each) for rank, each in ((1, key), (2, CurveKey.new()))]
+def test_a_rank_without_the_workers_key_ends_and_says_so() -> None:
+    key, next_key = CurveKey.new(), CurveKey.new()
+    group = RankGroup(2, LocalRanks([]), curve=CurveKeys(key))
+    for other in (CurveKeys(next_key), None):
+        with pytest.raises(RankEnds, match=f"rank 0: it encrypts with key {key.fingerprint}, this process has "):
+            RankMember(1, "127.0.0.1", group.meeting, other)
+    member = RankMember(1, "127.0.0.1", group.meeting, CurveKeys(next_key, key))
     wait_until(lambda: group._connected == {1})
-    for member in members:
-        member.close()
+    member.close()
     group.close()
 
 

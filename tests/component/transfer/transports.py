@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.curve import CurveKey
+from kvrelay.curve import CurveKey, CurveKeys
 from kvrelay.engine.run.block_copies import DevicePool
 from kvrelay.handoff.transports.base import (
     BlockPush,
@@ -164,7 +164,7 @@ def _why_no_nixl() -> str:
 NO_NIXL = _why_no_nixl()
 
 
-FLEET_KEY = CurveKey.new()
+FLEET_KEY = CurveKeys(CurveKey.new())
 
 
 class EnteredPool(DevicePool):
@@ -193,7 +193,7 @@ def staged(pool: Bytes) -> DevicePool:
     return EnteredPool(torch.from_numpy(pool))
 
 
-def zmq_sender(pool: PoolLike, *, checksum: bool = False, curve: CurveKey | None = None) -> ZmqSender:
+def zmq_sender(pool: PoolLike, *, checksum: bool = False, curve: CurveKeys | None = None) -> ZmqSender:
     """A sender whose aborts do not make a test wait."""
     return ZmqSender(
         pool,

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import msgspec
 import pytest
 
-from kvrelay.curve import CurveKey
+from kvrelay.curve import CurveKey, CurveKeys
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.process import HeldPort
 from kvrelay.protocol import codec
@@ -96,7 +96,7 @@ class Wire:
 class Fleet:
     dispatcher: RouterDispatcher
     workers: list[LocalWorker]
-    curve: CurveKey | None
+    curve: CurveKeys | None
 
     def submit(self, sampling: Sampling, prompt: list[int], timeout_s: float, num_sequences: int = 1) -> Any:
         name = f"r{next(_numbers)}"
@@ -131,7 +131,7 @@ class Fleet:
 
 @asynccontextmanager
 async def real_fleet(curve_file: Path | None) -> AsyncIterator[Fleet]:
-    curve = None if curve_file is None else CurveKey.read(curve_file)
+    curve = None if curve_file is None else CurveKeys.read(curve_file)
     with HeldPort() as one, HeldPort() as other:
         workers = [
             LocalWorker(

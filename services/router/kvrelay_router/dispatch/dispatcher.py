@@ -419,7 +419,7 @@ class RouterDispatcher:
         self._driver.place_waiting()
 
     def _on_state(self, worker: KnownWorker, state: WorkerState, reason: str) -> None:
-        level = logging.WARNING if state is WorkerState.INCOMPATIBLE else logging.INFO
+        level = logging.WARNING if state in (WorkerState.LOST, WorkerState.INCOMPATIBLE) else logging.INFO
         log.log(level, "worker %s is %s: %s", worker.record.worker_id, state, reason)
         if state in (WorkerState.READY, WorkerState.DRAINING):
             for sequence in list(self._sequences.values()):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Literal
 
-from kvrelay.curve import CurveKey
+from kvrelay.curve import CurveKeys
 from kvrelay.handoff.transports.base import TransferReceiver, TransferSender
 from kvrelay.handoff.transports.nixl_agent import TransportUnavailable, devices_for
 from kvrelay.handoff.transports.nixl_receiver import NixlReceiver
@@ -31,7 +31,7 @@ def make_senders(
     advertise_host: str | None = None,
     ucx_transports: str = "",
     checksums: bool = False,
-    curve: CurveKey | None = None,
+    curve: CurveKeys | None = None,
     max_peers: int = MAX_RECEIVERS,
 ) -> dict[str, TransferSender]:
     """By name, best first; with `checksums`, each block goes with its own. With `curve`, zmq encrypts with it; nixl
@@ -61,7 +61,7 @@ def make_receivers(
     port: int,
     advertise_host: str | None,
     ucx_transports: str = "",
-    curve: CurveKey | None = None,
+    curve: CurveKeys | None = None,
     admission_wait_s: float = 0.0,
 ) -> dict[str, TransferReceiver]:
     """By name. `host`, `curve` and TransportUnavailable: as for `make_senders`. NIXL chooses its own ports.
@@ -94,7 +94,7 @@ def make_receivers(
     return receivers
 
 
-def _may_be_nixl(choice: TransferChoice, curve: CurveKey | None) -> bool:
+def _may_be_nixl(choice: TransferChoice, curve: CurveKeys | None) -> bool:
     if choice == "auto" and curve is not None:
         log.warning(
             "KV blocks go by zmq, encrypted with the CURVE key, at 0.3 to 0.7 GB/s. On a private network --transfer "

@@ -14,7 +14,7 @@ from threading import Thread
 
 import zmq
 
-from kvrelay.curve import CurveKey
+from kvrelay.curve import CurveKeys, advertised
 from kvrelay.handoff.transports.base import Endpoint, MalformedEndpoint, ReceiverEvent, ended_in_time
 from kvrelay.handoff.transports.pool_memory import PoolLike
 from kvrelay.handoff.transports.receiver_thread import ReceiverThread
@@ -45,7 +45,7 @@ class ZmqReceiver(ReceiverThread):
         port: int = 0,
         advertise_host: str | None = None,
         local: bool = True,
-        curve: CurveKey | None = None,
+        curve: CurveKeys | None = None,
         admission_wait_s: float = 0.0,
     ) -> None:
         super().__init__("kv-receiver", pool, admission_wait_s=admission_wait_s)
@@ -56,8 +56,8 @@ class ZmqReceiver(ReceiverThread):
             self._socket = self._context.socket(zmq.PULL)
             if curve is not None:
                 open_curve_gate(self._context, curve)
-                curve.guard_server(self._socket)
-            self._endpoint = self._bind(host, port, advertise_host or host, local)
+                curve.own.guard_server(self._socket)
+            self._endpoint = self._bind(host, port, advertise_host or host, local, curve)
         except zmq.ZMQError as error:
             self._context.close()
             raise OSError(error.errno, f"cannot listen on {host}:{port}: {error}") from error
@@ -83,18 +83,19 @@ class ZmqReceiver(ReceiverThread):
         if ended_in_time(ending) and self._thread is not None:
             ended_in_time(self._thread)
 
-    def _bind(self, host: str, port: int, advertise_host: str, local: bool) -> Endpoint:
+    def _bind(self, host: str, port: int, advertise_host: str, local: bool, curve: CurveKeys | None) -> Endpoint:
         self._socket.set_hwm(QUEUED_MESSAGES_PER_SENDER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max(MIN_MESSAGE_LIMIT_BYTES, 2 * self._pool.block_bytes))
         self._socket.setsockopt(zmq.IPV6, ":" in host)
         self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._socket.bind(tcp_address(host, port or "*"))
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        endpoint = {"address": tcp_address(advertise_host, bound.rpartition(":")[2])}
+        endpoint = {"address": advertised(tcp_address(advertise_host, bound.rpartition(":")[2]), curve)}
         machine = machine_id()
         if local and machine is not None:
-            endpoint |= {"local": local_address(), "machine": machine}
-            self._socket.bind(endpoint["local"])
+            own = local_address()
+            self._socket.bind(own)
+            endpoint |= {"local": advertised(own, curve), "machine": machine}
         return endpoint
 
     def _serve(self, emit: Callable[[ReceiverEvent], None]) -> None:

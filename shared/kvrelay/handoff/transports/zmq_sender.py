@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from kvrelay.curve import CurveKey
+from kvrelay.curve import CurveKeys, KeysDiffer
 from kvrelay.handoff.transports.base import MalformedEndpoint, SenderEvent, Unreachable
 from kvrelay.handoff.transports.outbox import FrameSizes, InFlightSend, Outbox, Piece, cut, frame_blocks
 from kvrelay.handoff.transports.pool_memory import PoolChecksums, PoolLike, as_pool
 from kvrelay.handoff.transports.sender_thread import QueuedPush, SenderThread
 from kvrelay.handoff.transports.wire import Bytes
 from kvrelay.handoff.transports.zmq_receiver import choose_address, machine_id
-from kvrelay.messaging.zmq_context import ZmqContext
+from kvrelay.messaging.zmq_context import ZmqContext, connect
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class ZmqSender(SenderThread):
         *,
         settings: SenderSettings | None = None,
         checksums: PoolChecksums | None = None,
-        curve: CurveKey | None = None,
+        curve: CurveKeys | None = None,
     ) -> None:
         self._settings = settings = settings or SenderSettings()
         memory = as_pool(pool)
@@ -150,8 +150,6 @@ class ZmqSender(SenderThread):
             socket.setsockopt(zmq.IPV6, "[" in address)
             socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_AT_MOST_MS)
-            if self._curve is not None:
-                self._curve.guard_client(socket)
             try:
                 breaks = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             except zmq.ZMQError as error:
@@ -161,7 +159,10 @@ class ZmqSender(SenderThread):
             self._poller.register(breaks, zmq.POLLIN)
             self._sockets[address], self._breaks[address] = socket, breaks
             try:
-                socket.connect(address)
+                connect(socket, address, self._curve)
+            except KeysDiffer as error:
+                self._close_socket(address)
+                raise Unreachable(f"{address}: {error}") from error
             except zmq.ZMQError as error:
                 self._close_socket(address)
                 raise MalformedEndpoint(f"cannot connect to {address}: {error}") from error

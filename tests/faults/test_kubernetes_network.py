@@ -1,4 +1,4 @@
-"""The pods of deploy/kubernetes as processes, each in a network namespace with the rules of the NetworkPolicy."""
+"""The pods of deploy/kubernetes as processes, each in a network namespace with the rules of the NetworkPolicies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from kvrelay.curve import CurveKey
 from kvrelay.fleet.embedded import redis_executable
 from kvrelay.process import die_with_parent
 from tests.fakes.waiting import wait_until
-from tests.unit.deploy.kustomize import NEEDS_KUBECTL, Resource, compose, key
+from tests.unit.deploy.kustomize import NEEDS_KUBECTL, Resource, compose
 
 MISSING = [name for name in ("ip", "iptables", "curl") if shutil.which(name) is None]
 pytestmark = [
@@ -29,9 +29,10 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 MOUNTED = "/run/secrets/kvrelay"
-POD_NAMES = ("redis", "client", "router", "prefill", "decode")
+POD_NAMES = ("redis", "client", "router", "prefill", "decode", "decode-rank")
 ADDRESSES = {name: f"10.77.0.{number}" for number, name in enumerate(POD_NAMES, 1)}
 OURS = POD_NAMES[2:]
+COMPONENT = "app.kubernetes.io/component"
 
 
 class Cluster:
@@ -40,7 +41,7 @@ class Cluster:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.prefix = f"kvrelay-{secrets.token_hex(4)}"
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
         ip("netns", "add", self.prefix)
         ip("-n", self.prefix, "link", "add", "switch", "type", "bridge")
         ip("-n", self.prefix, "link", "set", "switch", "up")
@@ -57,9 +58,9 @@ class Cluster:
             ip("-n", space, "link", "set", interface, "up")
 
     def close(self) -> None:
-        for process in self.processes:
+        for process in self.processes.values():
             process.terminate()
-        for process in self.processes:
+        for process in self.processes.values():
             process.wait(30)
         for name in (*POD_NAMES, ""):
             ip("netns", "delete", f"{self.prefix}-{name}".rstrip("-"))
@@ -70,7 +71,7 @@ class Cluster:
             process = subprocess.Popen(
                 inside, env={**os.environ, **(environ or {})}, stdout=log, stderr=log, preexec_fn=die_with_parent()
             )
-        self.processes.append(process)
+        self.processes[name] = process
 
     def run(self, name: str, *command: str) -> subprocess.CompletedProcess[str]:
         inside = ["ip", "netns", "exec", f"{self.prefix}-{name}", *command]
@@ -83,37 +84,45 @@ class Cluster:
         )
         return done.stdout if done.returncode == 0 else None
 
-    def allow(self, name: str, port: str, sources: list[str]) -> None:
-        """`port`: a number, or a first and a last one with a colon."""
-        for source in sources:
-            self.run(name, "iptables", "-A", "INPUT", "-p", "tcp", "-s", source, "--dport", port, "-j", "ACCEPT")
+    def apply(self, name: str, template: Resource, policies: Sequence[Resource]) -> None:
+        """Closes a pod but for the rules of the policies that select it."""
+        self.run(name, "iptables", "-P", "INPUT", "DROP")
+        self._accept(name, "-i", "lo")
+        self._accept(name, "-m", "conntrack", "--ctstate", "ESTABLISHED,RELATED")
+        ports = template["spec"]["containers"][0].get("ports", ())
+        named = {port["name"]: port["containerPort"] for port in ports}
+        for rule in (rule for policy in policies if selects(policy, template) for rule in policy["ingress"]):
+            is_among_ours = any("podSelector" in peer for peer in rule.get("from", ()))
+            sources = [ADDRESSES[each] for each in OURS] if is_among_ours else ["0.0.0.0/0"]
+            for port in rule.get("ports", [{"port": 1, "endPort": 65535}]):
+                first = named.get(port["port"], port["port"])
+                if isinstance(first, int):  # else the pod has no port of this name
+                    for source in sources:
+                        self._accept(
+                            name, "-p", "tcp", "-s", source, "--dport", f"{first}:{port.get('endPort', first)}"
+                        )
+
+    def _accept(self, name: str, *rule: str) -> None:
+        assert self.run(name, "iptables", "-A", "INPUT", *rule, "-j", "ACCEPT").returncode == 0
 
 
 def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
-def apply_policy(cluster: Cluster, name: str, container: Resource, policy: Resource) -> None:
-    """A pod that a policy selects is closed but for its rules."""
-    cluster.run(name, "iptables", "-P", "INPUT", "DROP")
-    cluster.run(name, "iptables", "-A", "INPUT", "-i", "lo", "-j", "ACCEPT")
-    cluster.run(name, "iptables", "-A", "INPUT", "-m", "conntrack", "--ctstate", "ESTABLISHED,RELATED", "-j", "ACCEPT")
-    named = {port["name"]: port["containerPort"] for port in container["ports"]}
-    for rule in policy["ingress"]:
-        is_among_ours = any("podSelector" in peer for peer in rule.get("from", ()))
-        sources = [ADDRESSES[each] for each in OURS] if is_among_ours else ["0.0.0.0/0"]
-        for port in rule["ports"]:
-            first = named.get(port["port"], port["port"])
-            if isinstance(first, int):  # else the pod has no port of this name
-                cluster.allow(name, f"{first}:{port.get('endPort', first)}", sources)
+def selects(policy: Resource, template: Resource) -> bool:
+    selector, labels = policy["podSelector"], template["metadata"]["labels"]
+    chosen = all(labels[each["key"]] in each["values"] for each in selector.get("matchExpressions", ()))
+    return chosen and bool(selector.get("matchLabels", {}).items() <= labels.items())
 
 
 def variables(cluster: Cluster, name: str, container: Resource, settings: Mapping[str, str]) -> dict[str, str]:
     """Those of a pod's container, with what it is given on a node."""
     found = dict(settings)
     for each in container["env"]:
-        is_address = "fieldRef" in each.get("valueFrom", {})
-        found[each["name"]] = each.get("value", ADDRESSES[name] if is_address else "1")
+        is_address = each.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath") == "status.podIP"
+        value = each.get("value", ADDRESSES[name] if is_address else "1")
+        found[each["name"]] = value.replace("$(LWS_LEADER_ADDRESS)", ADDRESSES["decode"])
     found |= {
         "KVRELAY_REDIS_URL": f"redis://{ADDRESSES['redis']}:6379/0",
         "KVRELAY_KV_MEMORY_BYTES": "64MiB",
@@ -123,12 +132,21 @@ def variables(cluster: Cluster, name: str, container: Resource, settings: Mappin
     return {name: value.replace(MOUNTED, str(cluster.directory)) for name, value in found.items()}
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """The base with one pod of each role, ready."""
-    resources = {key(each): each for each in compose()}
-    (settings,) = [each["data"] for (kind, _), each in resources.items() if kind == "ConfigMap"]
-    policy = resources["NetworkPolicy", "kvrelay"]["spec"]
+def templates(resources: Sequence[Resource]) -> dict[str, Resource]:
+    """One pod of each kind that is kvrelay's, by its component."""
+    specs = [each["spec"] for each in resources if each["kind"] in ("Deployment", "LeaderWorkerSet")]
+    groups = [spec["leaderWorkerTemplate"] for spec in specs if "leaderWorkerTemplate" in spec]
+    pods = [spec["template"] for spec in specs if "template" in spec]
+    pods += [group[name] for group in groups for name in ("leaderTemplate", "workerTemplate")]
+    return {each["metadata"]["labels"][COMPONENT]: each for each in pods}
+
+
+@pytest.fixture(params=[(), ("ranks",)], ids=["base", "ranks"])
+def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
+    """One pod of each kind, ready."""
+    resources = compose(*request.param)
+    (settings,) = [each["data"] for each in resources if each["kind"] == "ConfigMap"]
+    policies = [each["spec"] for each in resources if each["kind"] == "NetworkPolicy"]
     for name, text in (
         ("api_keys", "sk-test"),
         ("redis_password", "pw"),
@@ -140,11 +158,12 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     try:
         made.start("redis", [redis_executable(), "--requirepass", "pw", "--save", "", "--protected-mode", "no"])
         kvrelay = str(Path(sys.executable).parent / "kvrelay")
-        for role in OURS:
-            (container,) = resources["Deployment", f"kvrelay-{role}"]["spec"]["template"]["spec"]["containers"]
-            apply_policy(made, role, container, policy)
+        pods = templates(resources)
+        for role, template in pods.items():
+            (container,) = template["spec"]["containers"]
+            made.apply(role, template, policies)
             made.start(role, [kvrelay, *container["args"]], variables(made, role, container, settings))
-        for role in OURS:
+        for role in pods.keys() - {"decode-rank"}:
             wait_until(lambda role=role: made.get(f"http://{ADDRESSES[role]}:8081/ready"))  # type: ignore[misc]
         yield made
     finally:
@@ -162,11 +181,11 @@ def test_blocks_go_over_nixl_through_the_ports_of_the_policy_and_no_others_are_o
     assert totals["decode"]["handoffs_committed"] == 1 and totals["prefill"]["pushed_bytes"] > 0
     assert "come by nixl" in (cluster.directory / "decode.log").read_text()
 
-    for role in ("prefill", "decode"):
+    for role in cluster.processes.keys() - {"redis", "router"}:
         listens = re.findall(r"(\S+):(\d+) +\S+:\*", cluster.run(role, "ss", "-Hltn").stdout)
-        nixl = [(address, port) for address, port in listens if 5570 <= int(port) <= 5585]
+        nixl = [(address, int(port)) for address, port in listens if 5570 <= int(port) <= 5585]
         assert [address for address, _ in nixl] == [ADDRESSES[role]]
-        for port in (5550, int(nixl[0][1])):
+        for port in [nixl[0][1], *([] if role == "decode-rank" else [5550])]:
             reached = f"http://{ADDRESSES[role]}:{port}"
             assert connects(cluster, reached, "router") and not connects(cluster, reached, "client")
 

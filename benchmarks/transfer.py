@@ -5,9 +5,9 @@
 One push of scattered blocks, from the call of `push` in the one process to the last `Landed` in the other. The
 yardstick copies as many blocks, one by one, out of a pool that both processes map; the others send a copy of it that
 lies in ordinary memory, as a worker's pool does. The first run of each is thrown away, and runs of all contenders take
-turns, so that a busy machine is unfair to all alike. NIXL takes part where it is installed, as this transport uses it
-and as its examples do (`naive_nixl.py`), both over the loopback device alone unless UCX_NET_DEVICES says otherwise:
-with several devices UCX sometimes hangs. With checksums, both ends take a CRC-32 of every block.
+turns, so that a busy machine is unfair to all alike. NIXL takes part where it is installed, over the loopback device
+alone unless UCX_NET_DEVICES says otherwise: with several devices UCX sometimes hangs. With checksums, both ends take a
+CRC-32 of every block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.naive_nixl import NaiveReceiver, NaiveSender
 from kvrelay.handoff.transports.base import BlockPush, Landed, ReceiverEvent, TransferReceiver, TransferSender
 from kvrelay.handoff.transports.nixl_agent import VARIABLE, TransportUnavailable, devices_for, import_api
 from kvrelay.handoff.transports.nixl_receiver import NixlReceiver
@@ -61,7 +60,6 @@ ZMQ = (
 NIXL = (
     Contender("nixl", "nixl"),
     Contender("nixl, checksums", "nixl", checksums=True),
-    Contender("nixl, naive", "naive"),
 )
 
 
@@ -106,7 +104,6 @@ def send_as_ordered(memory_name: str, block_bytes: int, with_nixl: bool, orders:
             senders["zmq", checksums is not None] = ZmqSender(pool, checksums=checksums)
             if with_nixl:
                 senders["nixl", checksums is not None] = NixlSender(pool, checksums=checksums)
-        naive = NaiveSender(pool) if with_nixl else None
         for sender in senders.values():
             sender.start(lambda event: None)
         while (order := await asyncio.to_thread(orders.recv)).transport:
@@ -114,10 +111,7 @@ def send_as_ordered(memory_name: str, block_bytes: int, with_nixl: bool, orders:
             copies = [BlockPush(index, source, slot) for index, (source, slot) in enumerate(pairs)]
             nixl = senders.get(("nixl", False))
             orders.send((time.monotonic(), nixl.counters.post_s if isinstance(nixl, NixlSender) else 0.0))
-            pusher = (
-                naive if order.transport == "naive" and naive is not None else senders[order.transport, order.checksums]
-            )
-            pusher.push(order.reservation, order.endpoint, copies)
+            senders[order.transport, order.checksums].push(order.reservation, order.endpoint, copies)
         for sender in senders.values():
             sender.close()
 
@@ -141,7 +135,6 @@ class Pair:
         self.receivers: dict[str, TransferReceiver] = {"zmq": ZmqReceiver(self.target)}
         if with_nixl:
             self.receivers["nixl"] = NixlReceiver(self.target)
-        self.naive = NaiveReceiver(self.target, PUSH_BYTES // block_bytes) if with_nixl else None
         self.orders, theirs = get_context("spawn").Pipe()
         self.process = get_context("spawn").Process(
             target=send_as_ordered, args=(self.memory.name, block_bytes, with_nixl, theirs), daemon=True
@@ -152,15 +145,8 @@ class Pair:
 
     def start(self) -> None:
         """On the event loop's thread."""
-        loop = asyncio.get_running_loop()
         for receiver in self.receivers.values():
             receiver.start(self.take)
-
-        def put(landed: Landed) -> None:
-            loop.call_soon_threadsafe(self.landed.put_nowait, landed)
-
-        if self.naive is not None:
-            self.naive.start(put)
 
     def take(self, event: ReceiverEvent) -> None:
         """Blocks that came in true."""
@@ -186,9 +172,8 @@ class Pair:
         sources, slots = self.scattered()
         self.num_pushes += 1
         reservation = str(self.num_pushes)
-        receiver = self.receivers.get(contender.transport)
-        if receiver is not None:
-            receiver.admit(reservation, 0, slots)
+        receiver = self.receivers[contender.transport]
+        receiver.admit(reservation, 0, slots)
         self.orders.send(
             PushOrder(
                 contender.transport, contender.checksums, reservation, self.endpoint_for(contender), sources, slots
@@ -200,8 +185,7 @@ class Pair:
                 num_landed += len((await self.landed.get()).blocks)
         ended = time.monotonic()
         began, self.post_s = await asyncio.to_thread(self.orders.recv)
-        if receiver is not None:
-            receiver.release(reservation)
+        receiver.release(reservation)
         assert all(np.array_equal(self.target[b], self.source[a]) for a, b in zip(sources, slots, strict=True))
         if contender is NIXL[0]:
             self.nixl_s += ended - began
@@ -209,8 +193,6 @@ class Pair:
 
     def endpoint_for(self, contender: Contender) -> dict[str, str]:
         """What the sender is told."""
-        if contender.transport == "naive" and self.naive is not None:
-            return self.naive.endpoint
         endpoint = self.receivers[contender.transport].endpoint
         told: dict[str, str] = {word: endpoint[word] for word in contender.words or endpoint}
         return told
@@ -221,8 +203,6 @@ class Pair:
         self.process.join()
         for receiver in self.receivers.values():
             receiver.close()
-        if self.naive is not None:
-            self.naive.close()
         del self.source
         self.memory.close()
         self.memory.unlink()

@@ -1,15 +1,14 @@
-"""kvrelay on a GPU against what the GPU itself can do, and beside transformers' own continuous batching.
+"""kvrelay on a GPU: its tests there, what it takes of what the GPU can do, and others on the same GPU.
 
-    python -m benchmarks.gpu --write benchmarks/results/gpu.md
-    python -m benchmarks.gpu --part decode,prefill --write benchmarks/results/gpu.md          # some parts of it
-    python -m benchmarks.gpu --part handoff,peers --add --write benchmarks/results/gpu.md     # others, beside them
-    python -m benchmarks.gpu --device cpu --smoke                                             # all, tiny, on a CPU
+    scripts/gpu-run --archives DIR --out DIR [--kept gpu.jsonl]      # on a bare machine: unpacks packages first
+    python -m benchmarks.gpu --out DIR                               # where they are installed; again, to go on
+    python -m benchmarks.gpu --out DIR --steps decode,prefill
+    python -m benchmarks.gpu --out DIR --device cpu --smoke          # all, tiny, on a CPU
 
-Parity with transformers is checked first, on the same device; where it fails nothing is measured. Then floors are
-measured, which the other parts are held against, and each part in a process of its own, so that its memory is free
-afterwards and a crash is its own. A part that takes longer than its time (`--limit decode=300`) is ended, with what
-it has measured until then. After each part the page and its JSON are written, with what there is. Ratios within the run
-are what to trust.
+Steps run by priority, each in a process of its own, within a time of its own and one for all. The folder has
+`gpu.jsonl`, written row by row, with which the next call goes on (it repeats neither steps that are done nor tests that
+passed), `gpu.md`, the page, and `gpu.log`, the steps' output. A step that fails or hangs is ended, and the next one
+begins. Ratios within a run are what to trust; if parity failed, no figure counts.
 
 The model has Llama-3-8B's shape in bfloat16, with random weights made on the device. It takes a GPU with 80 GB.
 """
@@ -21,169 +20,92 @@ import importlib
 import logging
 import os
 import shlex
-import signal
-import subprocess
+import shutil
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from benchmarks.gpu.figures import Recorder, median, read_entries
-from benchmarks.gpu.part import Floors, Part
-from benchmarks.gpu.report import PartResult, Report
-from benchmarks.gpu.scale import SCALES
-from kvrelay.engine.run.device import find_device
-
-LIMITS_S = {"parity": 600, "floors": 60, "decode": 240, "prefill": 180, "kernels": 60, "gaps": 260}
-LIMITS_S |= {"throughput": 180, "transfer": 120, "handoff": 300, "peers": 360}
-"""Seconds that a part may take. Parity includes the compilation of kernels that are not there yet."""
-TITLES = {
-    "parity": "Parity",
-    "floors": "What the device does",
-    "decode": "Decoding",
-    "prefill": "Prefill",
-    "kernels": "What kernels take",
-    "gaps": "Between steps",
-    "throughput": "256 requests at once",
-    "transfer": "Blocks between two processes",
-    "handoff": "What of a handoff is exposed",
-    "peers": "Beside transformers' continuous batching",
-}
-ALWAYS = ("parity", "floors")
-GRACE_S = 30.0
-"""A part ends itself between rows; only one that hangs is ended by force."""
+from benchmarks.gpu import journal
+from benchmarks.gpu.report import header, markdown
+from benchmarks.gpu.run_steps import Run, adopt_orphans, end_orphans
+from benchmarks.gpu.steps import BY_NAME, SMOKE_LIMIT_S, STEPS, Step
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 1 where a part failed or was cut off."""
+    """Returns the exit status: 0 if every step is done, in this run or an earlier one."""
     arguments = _arguments(argv)
-    device = find_device(arguments.device)
     if arguments.child:
-        _run_child(arguments, device)
+        _run_child(arguments)
         return 0
-    scale = "smoke" if arguments.smoke else "full"
-    command = shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
-    report = Report(device, f"The model has {SCALES[scale].name} in {SCALES[scale].dtype}", command)
-    own = {name: PartResult(TITLES[name], _about(name)) for name in arguments.part}
-    report.parts |= own
-    if arguments.add:
-        report.adopt(arguments.write)
-    with tempfile.TemporaryDirectory() as folder:
-        for name, result in own.items():
-            _run_part(name, result, arguments, Path(folder))
-            if arguments.write is not None:
-                report.write(arguments.write)
-            if name in ALWAYS and result.state != "done":
-                print(f"{name}: {result.state}; nothing is measured then", file=sys.stderr)
-                break
-    print(report.markdown())
-    return 0 if all(result.state == "done" for result in own.values()) else 1
+    on_gpu = arguments.device != "cpu"
+    command = shlex.join(["python", "-m", "benchmarks.gpu", *(sys.argv[1:] if argv is None else argv)])
+    setting = header(command, on_gpu=on_gpu, smoke=arguments.smoke)
+    if on_gpu and "GPU" not in setting["machine"]:
+        print("nvidia-smi finds no GPU here (allowed: --device cpu --smoke)", file=sys.stderr)
+        return 2
+    if not on_gpu:  # on a busy CPU, threads of a forward that spin for each other take tens of times as long
+        os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")  # a kernel that is missing is an error, not minutes of nvcc
+
+    def command_of(step: Step, limit_s: float, passed: list[str]) -> list[str]:
+        return step.command(device=arguments.device, smoke=arguments.smoke, out=run.out, limit_s=limit_s, passed=passed)
+
+    def write_page() -> None:
+        end_orphans()
+        page = markdown(journal.read(run.path), setting)
+        (run.out / "gpu.md").write_text(page, encoding="utf-8")
+
+    run = Run(arguments.out, setting, arguments.total_s, command_of, write_page)
+    if arguments.kept is not None and not run.path.exists():
+        run.out.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(arguments.kept, run.path)
+    adopt_orphans()
+    steps = [BY_NAME[name] for name in arguments.steps]
+    if arguments.smoke:
+        steps = [replace(step, limit_s=SMOKE_LIMIT_S) for step in steps]
+    return 0 if run.all(steps) else 1
 
 
-def _about(name: str) -> str:
-    text: str = importlib.import_module(f"benchmarks.gpu.parts.{name}").ABOUT
-    return text
+def _run_child(arguments: argparse.Namespace) -> None:
+    """A part. Its modules import torch, for which the process that runs the steps has no time."""
+    from benchmarks.gpu.part import Part, read_floors
+    from benchmarks.gpu.scale import SCALES
+    from kvrelay.engine.run.device import find_device
 
-
-def _run_part(name: str, result: PartResult, arguments: argparse.Namespace, folder: Path) -> None:
-    """In a process of its own, until it ends or its time is over; fills `result`."""
-    limit_s = arguments.limit.get(name, LIMITS_S[name])
-    print(f"{name}, {limit_s:g} s at most", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "benchmarks.gpu", "--child", name, "--folder", str(folder)]
-    command += ["--device", arguments.device, "--limit", f"{name}={limit_s}", *(["--smoke"] if arguments.smoke else [])]
-    started = time.monotonic()
-    result.state = run_limited(command, limit_s, environ=_environ(arguments))
-    result.seconds = round(time.monotonic() - started, 1)
-    result.entries = read_entries(folder / f"{name}.jsonl")
-    print(f"{name}: {result.state}, {result.seconds:.0f} s", file=sys.stderr, flush=True)
-
-
-def _environ(arguments: argparse.Namespace) -> dict[str, str]:
-    """On a busy CPU, threads of a forward that spin for each other take tens of times as long."""
-    return {**os.environ, "OMP_NUM_THREADS": "1"} if arguments.device == "cpu" else dict(os.environ)
-
-
-def run_limited(
-    command: list[str], limit_s: float, grace_s: float = GRACE_S, environ: dict[str, str] | None = None
-) -> str:
-    """Runs it, for a while beyond its limit at most; returns how it ended. Nothing of it is left then."""
-    process = subprocess.Popen(command, start_new_session=True, env=environ)
-    try:
-        status = process.wait(limit_s + grace_s)
-        return "done" if status == 0 else f"failed with status {status}, see the output"
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # what it started ends with it
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(grace_s)
-        return f"cut off after {limit_s:g} s"
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _run_child(arguments: argparse.Namespace, device: torch.device) -> None:
     logging.basicConfig(level=logging.INFO, format="  %(name)s: %(message)s")
-    name, folder = arguments.child, arguments.folder
-    deadline = time.monotonic() + arguments.limit[name]
-    recorder = Recorder(folder / f"{name}.jsonl", deadline)
+    step, path = BY_NAME[arguments.child], arguments.out / "gpu.jsonl"
+    recorder = journal.Recorder(path, step.name, time.monotonic() + arguments.limit)
     scale = SCALES["smoke" if arguments.smoke else "full"]
-    own = folder / name
-    own.mkdir()
-    part = Part(name, device, scale, recorder, own, read_floors(folder / "floors.jsonl"))
-    importlib.import_module(f"benchmarks.gpu.parts.{name}").run(part)
-
-
-def read_floors(path: Path) -> Floors | None:
-    """Of the part that measured them; None before it did."""
-    rates = {entry["cells"]["what"]: median(entry["cells"]["rate"]) for entry in read_entries(path)}
-    if not rates:
-        return None
-    return Floors(rates["copy"] * 1e9, rates["matmul"] * 1e12, rates["to host"] * 1e9, rates["to device"] * 1e9)
+    with tempfile.TemporaryDirectory() as folder:
+        part = Part(find_device(arguments.device), scale, recorder, Path(folder), read_floors(path), step.argument)
+        importlib.import_module(f"benchmarks.gpu.parts.{step.part or step.name}").run(part)
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    names = [step.name for step in STEPS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--smoke", action="store_true", help="a tiny model: proves that the benchmark works, no more")
-    parser.add_argument("--part", type=_parts, default=list(LIMITS_S), help=f"of {', '.join(LIMITS_S)} (default: all)")
-    parser.add_argument("--limit", type=_limits, default={}, help="seconds, as in decode=300,peers=120")
-    parser.add_argument("--write", type=Path, help="the page; its JSON lies beside it")
-    parser.add_argument("--add", action="store_true", help="keep the page's other parts, of an earlier run like this")
-    parser.add_argument("--child", choices=list(LIMITS_S), help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=_steps, default=names, help=f"of {', '.join(names)} (default: all)")
+    parser.add_argument("--out", type=Path, required=True, help="the folder of the journal, the page and the log")
+    parser.add_argument("--kept", type=Path, help="an earlier run's gpu.jsonl, if it is not in the folder already")
+    parser.add_argument("--total-s", type=float, default=480.0, help="seconds for all steps together (default: 480)")
+    parser.add_argument("--child", choices=names, help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    try:
-        find_device(arguments.device)
-    except ValueError as error:
-        parser.error(str(error))
-    if arguments.add and (arguments.write is None or not arguments.write.with_suffix(".json").exists()):
-        parser.error("--add: --write names no page of an earlier run")
+    if arguments.kept is not None and not arguments.kept.is_file():
+        parser.error(f"--kept: there is no file {arguments.kept}")
     return arguments
 
 
-def _parts(text: str) -> list[str]:
-    """With those that always run, in their order."""
+def _steps(text: str) -> list[str]:
+    """Names in the steps' order, with those that every run does."""
     wanted = {name.strip() for name in text.split(",")}
-    if unknown := wanted - set(LIMITS_S):
-        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))} (allowed: {', '.join(LIMITS_S)})")
-    return [name for name in LIMITS_S if name in wanted or name in ALWAYS]
-
-
-def _limits(text: str) -> dict[str, float]:
-    found = {}
-    for item in text.split(","):
-        name, _, seconds = item.partition("=")
-        if name not in LIMITS_S:
-            raise argparse.ArgumentTypeError(f"unknown: {name!r} (allowed: {', '.join(LIMITS_S)})")
-        try:
-            found[name] = float(seconds)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{item!r}: seconds are a number, as in {name}=300") from None
-    return found
+    if unknown := wanted - set(BY_NAME):
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))} (allowed: {', '.join(BY_NAME)})")
+    return [step.name for step in STEPS if step.name in wanted or step.always]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -25,7 +28,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu.compiler import find_cuda_home
 from benchmarks.gpu.kernel_archive import pack
 from kvrelay.backends.backend import KV_DTYPES, KVLayout, LayerKind, PackedRows, StepAttention, allocate_pool
 from kvrelay.backends.choose_backend import trial_rows
@@ -120,11 +122,12 @@ def recipes(flashinfer: Any, wanted: Iterable[Layers], capability: tuple[int, in
     """
     found: dict[str, Any] = {}
     with _pretending(flashinfer, capability, found):
-        for layers in wanted:
+        for layers, invariant in itertools.product(wanted, (False, True)):
             rows = trial_rows(_BLOCK_SIZE, layers.kind)
             pool = allocate_pool(layers.layout, int(rows.block_tables.max()) + 1, _CPU)
-            layers.attend(FlashInferBackend(_CPU, flashinfer).plan(pool, rows), len(rows.token_rows))
-            fixed = FlashInferBackend(_CPU, flashinfer).fixed_steps(pool, 2, 1)(2)
+            backend = FlashInferBackend(_CPU, flashinfer, batch_invariant=invariant)
+            layers.attend(backend.plan(pool, rows), len(rows.token_rows))
+            fixed = backend.fixed_steps(pool, 2, 1)(2)
             fixed.replan(PackedRows(np.ones(2, np.int32), np.array([0, 3], np.int32), np.array([[0], [1]], np.int32)))
             layers.attend(fixed, 2)
     return found
@@ -209,6 +212,22 @@ def compile_into(folder: Path, arch: str, wanted: Iterable[str], work: Path) -> 
         size = libraries[name].stat().st_size / 2**20
         print(f"{time.monotonic() - started:6.0f} s {size:6.1f} MiB  {name}", flush=True)
     return pack(folder, version, arch, libraries)
+
+
+def find_cuda_home() -> Path | None:
+    """CUDA's folder, of `CUDA_HOME` or of the nvcc on the PATH, which knows it though it be called by a script.
+
+    FlashInfer takes the folder above that of the nvcc on the PATH, be it the script's: so CUDA_HOME should be set.
+    """
+    if os.environ.get("CUDA_HOME"):
+        return Path(os.environ["CUDA_HOME"])
+    if shutil.which("nvcc") is None:
+        return None
+    planned = subprocess.run(
+        ["nvcc", "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True, check=False
+    )
+    top = re.search(r"^#\$ TOP=(.+)$", planned.stderr, re.MULTILINE)
+    return Path(top[1]).resolve() if top else None
 
 
 def _provide_driver_stub(work: Path) -> None:

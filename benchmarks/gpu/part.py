@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,22 +12,24 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from benchmarks.gpu.figures import Recorder
+from benchmarks.gpu import journal
+from benchmarks.gpu.figures import median
+from benchmarks.gpu.journal import Recorder
 from benchmarks.gpu.scale import BLOCK_SIZE, Scale, write_model
 from kvrelay.backends.backend import KV_DTYPES, LayerKind
 from kvrelay.backends.choose_backend import select_backend
 from kvrelay.engine.load.causal_model import CausalModel, load_model
 from kvrelay.engine.load.model_source import open_source
-from kvrelay.engine.run.graphs import DecodeGraphs, GraphSettings
+from kvrelay.engine.run.graphs import GraphSettings
 from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.kv.table import blocks_for
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.protocol.sequence_key import SequenceKey
 from kvrelay.step.batch import WorkerBatch, WorkerRow
 
+TOKEN_BUDGET = 2048
 _FILLED_BLOCKS = 64  # drawn at a time
 Name = TypeVar("Name")
-GRAPHS, KERNELS = "as a graph", "kernel by kernel"
 
 
 class WrongResults(AssertionError):
@@ -47,17 +48,17 @@ class Floors:
 
 @dataclass
 class Part:
-    name: str
     device: torch.device
     scale: Scale
     recorder: Recorder
     folder: Path
     floors: Floors | None = None
+    argument: str = ""
     _model: CausalModel | None = field(default=None, init=False)
 
     @property
     def known_floors(self) -> Floors:
-        assert self.floors is not None, "floors are measured before all other parts"
+        assert self.floors is not None, "the floors were not measured"
         return self.floors
 
     @property
@@ -80,21 +81,29 @@ class Part:
             print(f"  model made in {time.monotonic() - started:.1f} s", flush=True)
         return self._model
 
-    def runner(
-        self, num_tokens: int, graph_sizes: Sequence[int], kv_dtype: str | None = None, num_host_slots: int = 0
-    ) -> TransformersRunner:
+    def runner(self, num_tokens: int, graph_sizes: Sequence[int], kv_dtype: str | None = None) -> TransformersRunner:
         """With a pool for so many tokens, full of normal random numbers: kernels on zeros draw less power.
 
         On a GPU, decoding steps of these sizes are captured in CUDA graphs. `kv_dtype`: see `KV_DTYPES`.
         """
         model = self.model() if kv_dtype is None else self._with_pool_of(kv_dtype)
         num_blocks = blocks_for(num_tokens, BLOCK_SIZE) + 1
-        runner = TransformersRunner(model, num_blocks, num_host_slots=num_host_slots, with_scratch=True)
+        runner = TransformersRunner(model, num_blocks, with_scratch=True)
         if self.device.type == "cuda":
             runner.try_graphs(GraphSettings(tuple(graph_sizes)))
+        if runner._graphs is None:
+            self.recorder.note("No CUDA graphs on this device or with this attention.")
         for blocks in runner.pool.split(_FILLED_BLOCKS):
             blocks.copy_(torch.randn(blocks.shape, device=self.device))  # 8-bit numbers cannot be drawn
         return runner
+
+    def worker_flags(self, num_tokens: int, max_running: int) -> list[str]:
+        """Of a service with a pool for so many tokens."""
+        kind, budget = self.device.type, min(TOKEN_BUDGET, max(64, self.scale.prompt // 4))
+        flags = ["--device", kind, "--dtype", self.scale.dtype, "--load-format", "dummy"]
+        flags += ["--num-blocks", str(blocks_for(num_tokens, BLOCK_SIZE)), "--token-budget", str(budget)]
+        flags += ["--max-running", str(max_running), "--max-model-len", str(min(num_tokens, self.scale.max_model_len))]
+        return flags if kind == "cuda" else [*flags, "--threads", "1"]
 
     def _with_pool_of(self, kv_dtype: str) -> CausalModel:
         """The same weights over another pool."""
@@ -103,13 +112,6 @@ class Part:
         model.backend = select_backend(self.device, model.layout, [kind])
         self.recorder.note(f"Attention over KV in {kv_dtype} by {model.backend.name}.")
         return model
-
-    def launches(self, runner: TransformersRunner) -> dict[str, DecodeGraphs | None]:
-        """The ways to launch a decoding step by name, for `launching`."""
-        if runner._graphs is None:
-            self.recorder.note("No CUDA graphs on this device or with this attention.")
-            return {KERNELS: None}
-        return {GRAPHS: runner._graphs, KERNELS: None}
 
     def wait(self) -> None:
         """Until the device has done everything."""
@@ -126,14 +128,14 @@ class Part:
         return (time.perf_counter() - started) / times
 
 
-@contextmanager
-def launching(runner: TransformersRunner, graphs: DecodeGraphs | None) -> Iterator[None]:
-    """Decoding steps are replays of these graphs, or launched kernel by kernel where there are none."""
-    captured, runner._graphs = runner._graphs, graphs
-    try:
-        yield
-    finally:
-        runner._graphs = captured
+def read_floors(path: Path) -> Floors | None:
+    """Of the journal's last run that measured them; None before one did."""
+    rates: dict[str, float] = {}
+    for attempt in journal.read(path).get("floors", []):
+        rates |= {row["cells"]["what"]: median(row["cells"]["rate"]) for row in attempt.rows}
+    if not rates:
+        return None
+    return Floors(rates["copy"] * 1e9, rates["matmul"] * 1e12, rates["to host"] * 1e9, rates["to device"] * 1e9)
 
 
 def interleaved(works: Mapping[Name, Callable[[], float]], repeats: int) -> dict[Name, list[float]]:
@@ -150,20 +152,15 @@ def interleaved(works: Mapping[Name, Callable[[], float]], repeats: int) -> dict
 GREEDY = Sampling(temperature=0.0, max_tokens=1 << 20, ignore_eos=True)
 
 
-def decoding_batch(runner: TransformersRunner, batch: int, context: int, num_shared: int = 0) -> WorkerBatch:
-    """A step of `batch` sequences whose tokens attend to `context` tokens, themselves among them; scattered.
-
-    The first `num_shared` of them, a multiple of the block size, lie in the same blocks.
-    """
-    common = num_shared // BLOCK_SIZE
-    count = blocks_for(context, BLOCK_SIZE) - common
+def decoding_batch(runner: TransformersRunner, batch: int, context: int) -> WorkerBatch:
+    """A step of `batch` sequences whose tokens attend to `context` tokens, themselves among them; scattered."""
+    count = blocks_for(context, BLOCK_SIZE)
     order = np.random.default_rng(0).permutation(runner.spec.num_blocks).astype(np.int32)
     rows = []
     for index in range(batch):
         key: SequenceKey = ("decode", 1, index)
         runner.drop_sequence(key)
         runner.add_sequence(key, GREEDY, [], context - 1)
-        own = order[common + index * count : common + (index + 1) * count]
-        blocks = np.concatenate([order[:common], own])
+        blocks = order[index * count : (index + 1) * count]
         rows.append(WorkerRow(key, np.array([5 + index], np.int32), context - 1, blocks, sample=True, is_prefill=False))
     return WorkerBatch(0, rows)

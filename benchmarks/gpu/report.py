@@ -1,109 +1,68 @@
-"""The results as JSON, with every figure, and as a Markdown page."""
+"""A run's setting, and its journal as a Markdown page."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import re
 import subprocess
-from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.gpu.figures import shown
+from benchmarks.gpu.journal import DONE, Attempt, outcomes
+from benchmarks.gpu.run_steps import same_setting
+from benchmarks.gpu.steps import STEPS
 
-_PACKAGES = ["torch", "transformers", "flashinfer-python", "flashinfer-cubin", "flashinfer-jit-cache", "triton"]
-_PACKAGES += ["nixl-cu13", "nixl-cu12", "numpy"]
-_EARLIER = "Of an earlier run"
-
-
-@dataclass
-class PartResult:
-    """How a part ended, and what it wrote."""
-
-    title: str
-    about: str
-    state: str = "not run"
-    seconds: float = 0.0
-    entries: list[dict[str, Any]] = field(default_factory=list)
+_PACKAGES = ["torch", "nvidia-cuda-runtime", "transformers", "flashinfer-python", "triton", "nixl-cu13", "nixl-cu12"]
+_PACKAGES += ["numpy", "flash-attn"]
 
 
-@dataclass
-class Report:
-    """All of a run. It is written anew after each part."""
-
-    device: torch.device
-    scale: str
-    command: str
-    parts: dict[str, PartResult] = field(default_factory=dict)
-    machine: dict[str, str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.machine = machine(self.device)
-
-    def write(self, page: Path) -> None:
-        """The page, and its JSON beside it."""
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(self.markdown(), encoding="utf-8")
-        page.with_suffix(".json").write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
-
-    def as_json(self) -> dict[str, Any]:
-        """Every figure of every repeat."""
-        return {
-            "machine": self.machine,
-            "versions": versions(),
-            "scale": self.scale,
-            "command": self.command,
-            "parts": {name: vars(result) for name, result in self.parts.items()},
-        }
-
-    def adopt(self, page: Path) -> None:
-        """Takes over the parts of an earlier run that are not of this one, with the floors that they were held against.
-
-        Raises:
-            ValueError: that run was on another machine, with other versions or another model.
-        """
-        earlier = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
-        now = {"machine": self.machine, "versions": versions(), "scale": self.scale}
-        for name, value in now.items():
-            if _lasting(earlier[name]) != _lasting(value):
-                raise ValueError(f"{page} has another {name}: {earlier[name]}, not {value}")
-        floors = [entry["cells"] for entry in earlier["parts"].get("floors", {}).get("entries", []) if "cells" in entry]
-        rates = ", ".join(f"{cells['what']} {shown(cells['rate'])} {cells['unit']}" for cells in floors)
-        kept = {name: PartResult(**part) for name, part in earlier["parts"].items() if name not in self.parts}
-        for part in kept.values():
-            if not any(entry.get("note", "").startswith(_EARLIER) for entry in part.entries):
-                part.entries.append({"note": f"{_EARLIER}, in which the device did: {rates}."})
-        self.parts |= kept
-
-    def markdown(self) -> str:
-        """Medians, with the least and the most of the repeats."""
-        lines = ["# On a GPU" if self.device.type == "cuda" else "# The GPU benchmark's parts, on a CPU", ""]
-        lines += [f"{self.scale}. " + ", ".join(f"{name} {value}" for name, value in self.machine.items()) + ". "]
-        lines += [", ".join(f"{name} {number}" for name, number in versions().items()) + ".", ""]
-        lines += [
-            "Medians, with the least and the most over the repeats, which take turns. Repeat with "
-            f"`{self.command}`; what is measured stands with each table.",
-            "",
-        ]
-        for name, result in self.parts.items():
-            lines += [f"## {result.title}", "", result.about, ""]
-            if result.state != "done":
-                lines += [f"**{name}: {result.state}.**", ""]
-            lines += _tables(result.entries)
-            notes = [entry["note"] for entry in result.entries if "note" in entry]
-            lines += [*(f"- {note}" for note in notes), ""] if notes else []
-        return "\n".join(lines).rstrip() + "\n"
+def header(command: str, *, on_gpu: bool, smoke: bool) -> dict[str, Any]:
+    """On what the run runs."""
+    model = "A tiny model in float32" if smoke else "The model has Llama-3-8B's shape in bfloat16"
+    return {"machine": machine(on_gpu=on_gpu), "versions": versions(), "scale": model, "command": command}
 
 
-def _lasting(value: object) -> object:
-    """Without what changes from run to run."""
-    return {k: v for k, v in value.items() if not k.startswith("load")} if isinstance(value, dict) else value
+def markdown(steps: dict[str, list[Attempt]], run: dict[str, Any]) -> str:
+    """Of each step, what this run or else the latest one has that measured something."""
+    lines = ["# On a GPU" if "GPU" in run["machine"] else "# The GPU benchmark's parts, on a CPU", ""]
+    lines += [f"{run['scale']}. " + ", ".join(f"{name} {value}" for name, value in run["machine"].items()) + ". "]
+    lines += [", ".join(f"{name} {number}" for name, number in run["versions"].items()) + ".", ""]
+    lines += [
+        "Medians, with the least and the most over the repeats, which take turns. Repeat with "
+        f"`{run['command']}`; what is measured stands with each table.",
+        "",
+    ]
+    if steps.get("parity", []) and steps["parity"][-1].state != DONE:
+        lines += ["**Parity failed: no figure counts.**", ""]
+    for step in STEPS:
+        attempts = [attempt for attempt in steps.get(step.name, []) if same_setting(attempt.run, run)]
+        if not attempts:
+            continue
+        shown_attempt = next((each for each in reversed(attempts) if each.state == DONE or each.rows), attempts[-1])
+        lines += [f"## {step.title}", "", step.about, ""]
+        if shown_attempt.state != DONE:
+            lines += [f"**{step.name}: {shown_attempt.state}.**", ""]
+        lines += _tests(outcomes(attempts)) if step.tests is not None else _tables(shown_attempt.entries)
+        notes = [entry["note"] for entry in shown_attempt.entries if "note" in entry]
+        if (rates := _rates(steps, shown_attempt)) and rates != _rates(steps, steps["floors"][-1]):
+            notes.append(f"Of an earlier run, in which the device did: {rates}.")
+        lines += [*(f"- {note}" for note in notes), ""] if notes else []
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _rates(steps: dict[str, list[Attempt]], attempt: Attempt) -> str:
+    """What the device did in the attempt's run."""
+    rows = [row["cells"] for each in steps.get("floors", []) if each.run is attempt.run for row in each.rows]
+    named = {cells["what"]: f"{shown(cells['rate']).split()[0]} {cells['unit']}" for cells in rows}
+    return ", ".join(f"{name} {named[name]}" for name in ("copy", "matmul") if name in named)
+
+
+def _tests(found: dict[str, str]) -> list[str]:
+    """How many passed, and the names of others."""
+    failed = [f"- {outcome}: `{name}`" for name, outcome in found.items() if outcome == "failed"]
+    counts = ", ".join(f"{list(found.values()).count(each)} {each}" for each in dict.fromkeys(found.values()))
+    return [f"{counts or 'None ran'}.", "", *failed, *([""] if failed else [])]
 
 
 def _tables(entries: list[dict[str, Any]]) -> list[str]:
@@ -128,31 +87,18 @@ def versions() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
-    if torch.version.cuda:
-        found["CUDA"] = torch.version.cuda
-    if find_spec("flash_attn") is not None:
-        found["flash-attn"] = "installed"
     return found
 
 
-def machine(device: torch.device) -> dict[str, str]:
+def machine(*, on_gpu: bool) -> dict[str, str]:
+    """The first GPU, as nvidia-smi says it, if there is one and it is asked for."""
     found = {"cores": str(os.cpu_count()), "load average before": f"{os.getloadavg()[0]:.1f}"}
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        driver = _driver()
-        return {
-            "GPU": properties.name,
-            "memory": f"{properties.total_memory / 1e9:.0f} GB",
-            **({"driver": driver} if driver else {}),
-            **found,
-        }
-    return {"CPU": platform.machine(), **found}
-
-
-def _driver() -> str:
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        said = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=30, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    match = re.search(r"Driver Version: (\S+)", said)
-    return match.group(1) if match else ""
+        said = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout if on_gpu else ""
+    except (OSError, subprocess.SubprocessError):
+        said = ""
+    if not said.strip():
+        return {"CPU": platform.machine(), **found}
+    name, memory, driver = (each.strip() for each in said.splitlines()[0].split(","))
+    return {"GPU": name, "memory": memory, "driver": driver, **found}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import LlamaConfig
+from transformers import AutoConfig
 
 from tests.tiny_models import build_tokenizer
 
@@ -36,6 +36,7 @@ class Scale:
     requests: int
     request_prompt: int
     request_output: int
+    served: tuple[int, int]  # tokens of a prompt and of an output of `serving`
     max_model_len: int = 8192
 
     @property
@@ -79,6 +80,7 @@ FULL = Scale(
     requests=64,
     request_prompt=1024,
     request_output=128,
+    served=(1024, 512),
 )
 SMOKE = Scale(
     name="a tiny model's shape",
@@ -109,6 +111,7 @@ SMOKE = Scale(
     requests=4,
     request_prompt=64,
     request_output=8,
+    served=(64, 8),
     max_model_len=1024,
 )
 SCALES = {"full": FULL, "smoke": SMOKE}
@@ -116,6 +119,7 @@ SCALES = {"full": FULL, "smoke": SMOKE}
 
 def write_model(scale: Scale, directory: Path) -> Path:
     """A config and a tokenizer: weights are made on the device (`load_format` dummy). Returns `directory`."""
-    LlamaConfig(**scale.config, dtype=scale.dtype, tie_word_embeddings=False, eos_token_id=2).save_pretrained(directory)
+    sizes = {"model_type": "llama", "tie_word_embeddings": False, **scale.config}
+    AutoConfig.for_model(**sizes, dtype=scale.dtype, eos_token_id=2).save_pretrained(directory)
     build_tokenizer().save_pretrained(directory)
     return directory

@@ -1,35 +1,34 @@
-"""The GPU benchmark on a CPU: every part runs for real, on a tiny model."""
+"""The GPU benchmark on a CPU: every step runs for real, on a tiny model, once."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.__main__ import LIMITS_S
+from benchmarks.gpu import journal
+from benchmarks.gpu.steps import STEPS
 
 ROOT = Path(__file__).parents[2]
-BENCHMARK = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--smoke"]
-SLOWEST_S = 600
+LIMIT_S = 3600
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(len(LIMITS_S) * SLOWEST_S)
-def test_every_part_runs_on_a_cpu_and_is_written_with_its_spread(tmp_path: Path) -> None:
-    page = tmp_path / "gpu.md"
-    limits = ",".join(f"{name}={SLOWEST_S}" for name in LIMITS_S)
-    ended = subprocess.run(
-        [*BENCHMARK, "--limit", limits, "--write", str(page)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    parts = json.loads(page.with_suffix(".json").read_text())["parts"]
-    assert list(parts) == list(LIMITS_S)
-    for name, part in parts.items():
-        assert part["state"] == "done", name
-        rows = [entry["cells"] for entry in part["entries"] if "table" in entry]
-        assert rows, name
-        assert name == "parity" or all(any(isinstance(cell, dict) for cell in row.values()) for row in rows)
-        assert f"## {part['title']}" in page.read_text()
+@pytest.mark.timeout(LIMIT_S)
+def test_every_step_is_done_on_a_cpu_and_kept(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--smoke", "--out", str(tmp_path)]
+    command += ["--total-s", str(LIMIT_S)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout
+    attempts, page = journal.read(tmp_path / "gpu.jsonl"), (tmp_path / "gpu.md").read_text()
+    assert list(attempts) == [step.name for step in STEPS]
+    for step in STEPS:
+        (attempt,) = attempts[step.name]
+        assert attempt.state == journal.DONE
+        assert step.name == "check" or step.tests is not None or attempt.rows, step.name
+        assert f"## {step.title}" in page
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stdout
+    assert again.stdout.count("kept from an earlier run") == sum(not step.always for step in STEPS)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import functools
 from importlib import import_module
+from importlib.util import find_spec
 
 
 def share_ssl_contexts() -> None:
     """From now on clients with equal settings share an SSL context."""
-    for library in ("httpx", "httpx2"):  # openai uses the second one
+    for library in filter(find_spec, ("httpx", "httpx2")):  # openai uses the second one, which need not be there
         transports = import_module(f"{library}._transports.default")
         transports.create_ssl_context = functools.cache(transports.create_ssl_context)  # type: ignore[attr-defined]

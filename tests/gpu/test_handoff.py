@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -14,15 +16,16 @@ from kvrelay.engine.load.causal_model import load_model
 from kvrelay.engine.load.model_source import open_source
 from tests.component.transfer.transports import NO_NIXL
 from tests.fakes.stack import Stack
+from tests.fakes.waiting import wait_until
 from tests.gpu.conftest import KERNELS_TIMEOUT_S, skip_without_flashinfer
 from tests.gpu.reference import bfloat16_tolerance, greedy, own_logits, prompts, read_model, sixteen_bit_backend
 from tests.tiny_models import build_model
 
 NUM_OUTPUT = 30
 LONG_OUTPUT = 1500
-transport = pytest.mark.parametrize(
-    "transport", ["zmq", pytest.param("nixl", marks=pytest.mark.skipif(bool(NO_NIXL), reason=NO_NIXL))]
-)
+KILLED_OUTPUT = 300
+over_nixl = pytest.param("nixl", marks=pytest.mark.skipif(bool(NO_NIXL), reason=NO_NIXL))
+transport = pytest.mark.parametrize("transport", [over_nixl, "zmq"])
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +89,34 @@ def test_float32_tokens_are_those_of_transformers(
     assert complete_all(stack, given, NUM_OUTPUT) == expected, "with what was cached"
     assert total(stack, "decode", "handoffs_committed") == 2 * len(given)
     stack.wait_until_clean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", [over_nixl])
+def test_workers_killed_under_streams_change_no_token(
+    device: torch.device, start: StartStack, model_dir: Path, transport: str
+) -> None:
+    """Each once it has handed over or taken over some of the requests; `kvrelay up` starts it again."""
+    stack = start(model_dir, "float32", transport, "--num-blocks", "1000")
+    given = prompts(8, 400, seed=4)
+    reference = read_model(model_dir, torch.float32, device)
+    expected = [greedy(reference, prompt, KILLED_OUTPUT) for prompt in given]
+    for victim in ("decode-0", "prefill-0"):
+        assert outputs_while_killing(stack, victim, given) == expected, victim
+        stack.wait_until_clean()
+
+
+def outputs_while_killing(stack: Stack, victim: str, given: list[list[int]]) -> list[list[int]]:
+    """Returns when the worker is there again."""
+    before, pid = total(stack, "decode", "handoffs_committed"), stack.children()[victim]
+    with ThreadPoolExecutor(1) as load:
+        outputs = load.submit(complete_all, stack, given, KILLED_OUTPUT)
+        wait_until(lambda: total(stack, "decode", "handoffs_committed") > before)
+        os.kill(pid, signal.SIGKILL)
+        found = outputs.result()
+    wait_until(lambda: stack.children().get(victim, pid) != pid)
+    wait_until(lambda: {"ready"} == {worker["state"] for worker in stack.workers()})
+    return found
 
 
 @pytest.mark.slow

@@ -12,24 +12,20 @@ import torch
 from benchmarks.gpu.figures import Cell, figures
 from benchmarks.gpu.idle import device_activities, idleness, make_profiler
 from benchmarks.gpu.loop import Job, serve
-from benchmarks.gpu.part import Part, launching
+from benchmarks.gpu.part import Part
 from benchmarks.gpu.scale import Scale
 from kvrelay.engine.run.transformers_runner import TransformersRunner
 from kvrelay.scheduling.plan import SequenceOutput
 from kvrelay.worker.step_loop import StepLoop
 
 ABOUT = (
-    "A worker's step loop with its scheduler, in steps in which all sequences decode. Outside forwards: the share of "
-    "the time in which no step was launched and had not landed: the GPU had nothing to do then. Where steps are "
-    "launched while the one before runs, that is none, unless the host takes longer for a step than the GPU; what the "
-    "GPU does not do then is in the next two. Idle between, within steps: shares of the time in which the GPU did "
-    "nothing, from the profiler's trace of some of these steps, after the copy that brings a step's tokens and "
-    "elsewhere. The profiler slows the host a little. Target: at most 3% between steps."
+    "A worker's step loop with its scheduler, in steps in which all sequences decode. Idle between, within steps: "
+    "shares of the time in which the GPU did nothing, from the profiler's trace of some of these steps, after the copy "
+    "that brings a step's tokens and elsewhere. The profiler slows the host a little. Target: at most 3% between steps."
 )
-TARGET = 0.03
 _MARGIN_STEPS = 3
-_REPEATS = 3  # each computes all prompts first
-_PROFILES, _PROFILED_STEPS = 2, 30  # a trace has some hundred kernels a step
+_REPEATS = 2  # each computes all prompts first
+_PROFILED_STEPS = 30  # a trace has some hundred kernels a step
 WAYS = {
     "planned and launched while the step before runs": (True, True),
     "planned while the step before runs": (True, False),
@@ -45,13 +41,12 @@ def num_outputs(scale: Scale) -> int:
 
 @dataclass
 class Window:
-    """Steps in which all sequences decode: moments of their ends, and what forwards took; a profiler around some."""
+    """Steps in which all sequences decode: moments of their ends; a profiler around some."""
 
     batch: int
     num_steps: int
     profiler: torch.profiler.profile | None
     ends: list[float] = field(default_factory=list)
-    forward_s: list[float] = field(default_factory=list)
     num_launched_ahead: list[int] = field(default_factory=list)
     _seen: int = 0
 
@@ -64,7 +59,6 @@ class Window:
             self.profiler.start()
         if _MARGIN_STEPS < self._seen <= _MARGIN_STEPS + self.num_steps:
             self.ends.append(time.perf_counter())
-            self.forward_s.append(loop.totals.forward_s)
             self.num_launched_ahead.append(loop.totals.num_steps_launched_ahead)
         if self._seen == _MARGIN_STEPS + self.num_steps and self.profiler is not None:
             self.profiler.stop()
@@ -72,11 +66,6 @@ class Window:
     @property
     def step_s(self) -> float:
         return (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
-
-    @property
-    def outside_forwards(self) -> float:
-        """A share of the time."""
-        return max(0.0, 1 - (self.forward_s[-1] - self.forward_s[0]) / (self.ends[-1] - self.ends[0]))
 
     @property
     def launched_ahead(self) -> float:
@@ -88,28 +77,24 @@ def run(part: Part) -> None:
     """A row for each way of going from step to step."""
     scale = part.scale
     runner = part.runner((scale.loop_batch + 1) * (scale.context + num_outputs(scale) + 16), (scale.loop_batch,))
-    for how, graphs in part.launches(runner).items():
-        for way in WAYS:
-            if not part.recorder.has_time(f"{how}, {way}"):
-                return
-            with launching(runner, graphs):
-                _row(part, runner, how, way)
+    for way in WAYS:
+        if not part.recorder.has_time(way):
+            return
+        _row(part, runner, way)
     if part.device.type != "cuda":
         part.recorder.note("Idle shares of the device are read from a GPU's profiler alone.")
 
 
-def _row(part: Part, runner: TransformersRunner, how: str, way: str) -> None:
+def _row(part: Part, runner: TransformersRunner, way: str) -> None:
     scale = part.scale
     overlap, runner.launches_ahead = WAYS[way]
     repeats = min(_REPEATS, scale.repeats)
     windows = [_measure(part, runner, None, overlap=overlap) for _ in range(repeats + 1)][1:]
     cells: dict[str, Cell] = {
-        "launched": how,
         "steps": way,
         "batch": scale.loop_batch,
         "step_ms": figures([1e3 * window.step_s for window in windows], 3),
         "launched_ahead_percent": figures([100 * window.launched_ahead for window in windows], 0),
-        "outside_forwards_percent": figures([100 * window.outside_forwards for window in windows], 1),
     }
     if part.device.type == "cuda":
         cells |= _idle_cells(part, runner, overlap=overlap)
@@ -117,19 +102,16 @@ def _row(part: Part, runner: TransformersRunner, how: str, way: str) -> None:
 
 
 def _idle_cells(part: Part, runner: TransformersRunner, *, overlap: bool) -> dict[str, Cell]:
-    shares = []
-    for _ in range(_PROFILES):
-        profiler = make_profiler(torch.profiler.ProfilerActivity.CUDA)
-        _measure(part, runner, profiler, overlap=overlap)
-        if activities := device_activities(profiler):
-            shares.append(idleness(activities))
-    if not shares:
+    profiler = make_profiler(torch.profiler.ProfilerActivity.CUDA)
+    _measure(part, runner, profiler, overlap=overlap)
+    if not (activities := device_activities(profiler)):
         part.recorder.note("The profiler saw no kernels: its shares are missing.")
         return {}
+    share = idleness(activities)
     return {
-        "idle_between_steps_percent": figures([100 * share.between_steps for share in shares], 2),
-        "idle_within_steps_percent": figures([100 * share.within_steps for share in shares], 2),
-        "copies_to_the_host_a_step": figures([share.num_steps / _PROFILED_STEPS for share in shares], 1),
+        "idle_between_steps_percent": figures([100 * share.between_steps], 2),
+        "idle_within_steps_percent": figures([100 * share.within_steps], 2),
+        "copies_to_the_host_a_step": figures([share.num_steps / _PROFILED_STEPS], 1),
     }
 
 

@@ -14,20 +14,14 @@ ABOUT = (
     "random tokens. Exposed: from the end of the prompt's last chunk to decode's first step with the request, by the "
     "workers' metrics files. After the last chunk: what was still to be sent then."
 )
-_TOKEN_BUDGET = 2048
 
 
 def run(part: Part) -> None:
     """A row a transport and prompt length."""
     scale = part.scale
-    kind = "cuda" if part.device.type == "cuda" else "cpu"
     longest = max(scale.handoff_prompts) + 32
-    flags = ["--device", kind, "--dtype", scale.dtype, "--load-format", "dummy"]
-    flags += ["--num-blocks", str(3 * longest // 16), "--max-model-len", str(min(longest, scale.max_model_len))]
-    flags += ["--token-budget", str(min(_TOKEN_BUDGET, max(64, scale.prompt // 4))), "--max-running", "32"]
-    if kind == "cpu":
-        flags += ["--threads", "1"]
-    for transport in ("zmq", "nixl") if has_nixl() else ("zmq",):
+    flags = part.worker_flags(3 * longest, max_running=32)
+    for transport in ("nixl", "zmq") if has_nixl() else ("zmq",):
         if not part.recorder.has_time(transport):
             return
         load = handoff.Load(part.model_dir(), scale.handoff_prompts)

@@ -18,6 +18,7 @@ ABOUT = (
     "as for decoding; share: as for prefill. What a step takes beyond this is the host's, unless the next step is "
     "launched ahead."
 )
+_TRACES = 2
 _PRODUCTS = ("nvjet", "gemm", "cutlass", "cublas")
 _ATTENTION = ("flashinfer", "fmha", "attention")
 
@@ -37,7 +38,7 @@ def run(part: Part) -> None:
         floor_s = step_bytes(part, batch, scale.context, runner.spec.block_bytes) / part.known_floors.copy_rate
         _row(part, f"decoding, batch {batch}", partial(runner.execute, step), floor_s=floor_s)
     prompts = part.runner(scale.prompt + BLOCK_SIZE, (1,))
-    for chunk in scale.chunks:
+    for chunk in reversed(scale.chunks):
         if part.recorder.has_time(f"a prompt in chunks of {chunk} and other sizes"):
             _row(part, f"prompt, chunks of {chunk}", prompt_work(part, prompts, chunk))
 
@@ -46,7 +47,7 @@ def _row(part: Part, name: str, work: Callable[[], object], floor_s: float | Non
     """Of one step or prompt; `floor_s` is a decoding step's."""
     work()
     taken: list[dict[str, float]] = []
-    for _ in range(part.scale.repeats):
+    for _ in range(_TRACES):
         part.wait()
         with make_profiler() as profiler:
             work()

@@ -74,6 +74,7 @@ def ask_to_append(*arguments: Any) -> None:
 
 asking = SimpleNamespace(
     __name__="asking",
+    __version__="0.7.2",
     get_compute_capability=no_device,
     BatchPrefillWithPagedKVCacheWrapper=AskingPrefill,
     BatchDecodeWithPagedKVCacheWrapper=AskingDecode,
@@ -101,6 +102,7 @@ def test_all_that_a_start_and_steps_ask_for_is_kept() -> None:
         "page",
         "prefill fa3 256 torch.bfloat16 True True",
         "decode fa2 256 torch.bfloat16 True True",
+        "prefill fa2 256 torch.bfloat16 True True",  # of batch_invariant
     }
     assert names("32,8,128,fp8_e4m3") == {
         "page",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import compiler, lean_site, prepare
+from benchmarks.gpu import kernels, lean_site, prepare
 
 
 def test_what_is_there_is_read_as_pip_says_it(tmp_path: Path) -> None:
@@ -36,29 +35,6 @@ def test_everything_but_flashinfer_is_asked_for_with_its_bounds() -> None:
     assert "flashinfer-python" not in wanted
     assert wanted["transformers"].startswith("transformers>=")
     assert not any(";" in each for each in wanted.values())
-
-
-@pytest.mark.parametrize("size", [0, 1, 3 << 20])
-def test_pieces_become_the_same_files_again(tmp_path: Path, size: int) -> None:
-    wheels, pieces, joined = (tmp_path / name for name in ("wheels", "pieces", "joined"))
-    wheels.mkdir()
-    (wheels / "a.whl").write_bytes(random.Random(size).randbytes(size))
-    (wheels / "b.whl").write_bytes(b"b")
-    prepare.main(["split", str(wheels), str(pieces), "--mib", "1"])
-    assert all(piece.stat().st_size <= 1 << 20 for piece in pieces.iterdir())
-    prepare.main(["join", str(pieces), str(joined)])
-    assert {p.name: p.read_bytes() for p in joined.iterdir()} == {p.name: p.read_bytes() for p in wheels.iterdir()}
-
-
-@pytest.mark.parametrize("lost", [0, 1, 3])
-def test_a_missing_piece_is_named_by_what_there_is(tmp_path: Path, lost: int) -> None:
-    wheels, pieces = tmp_path / "wheels", tmp_path / "pieces"
-    wheels.mkdir()
-    (wheels / "a.whl").write_bytes(random.Random(1).randbytes(3 << 20))
-    prepare.main(["split", str(wheels), str(pieces), "--mib", "1"])
-    (pieces / prepare.piece_name(lost, 4)).unlink()
-    with pytest.raises(SystemExit, match="some are missing"):
-        prepare.main(["join", str(pieces), str(tmp_path / "joined")])
 
 
 def test_a_checkout_is_known_by_its_version(tmp_path: Path) -> None:
@@ -93,35 +69,15 @@ def toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_cuda_is_found_behind_a_script(toolkit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compiler.find_cuda_home() == toolkit
+    assert kernels.find_cuda_home() == toolkit
     monkeypatch.setenv("CUDA_HOME", "/elsewhere")
-    assert compiler.find_cuda_home() == Path("/elsewhere")
+    assert kernels.find_cuda_home() == Path("/elsewhere")
 
 
 def test_without_nvcc_there_is_no_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_HOME", raising=False)
-    assert compiler.find_cuda_home() is None
-    assert compiler.lacking_to_compile(None) == ["ninja", "c++", "nvcc"]
-
-
-@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
-def test_what_compiling_lacks_is_named(toolkit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lacking() -> list[str]:
-        return compiler.lacking_to_compile(toolkit)
-
-    header, library = "curand_kernel.h (for H100s and H200s)", "libcudart.so to link with"
-    assert header in lacking()
-    assert "nvcc" not in lacking()
-    file = toolkit / "lib64" / "libcudart.so"
-    subprocess.run(["c++", "-shared", "-o", str(file), "-x", "c", os.devnull], check=True)
-    assert library not in lacking()
-    file.write_text("no library")
-    assert library in lacking()
-    monkeypatch.setenv("CPLUS_INCLUDE_PATH", str(toolkit / "more"))
-    (toolkit / "more").mkdir()
-    (toolkit / "more" / "curand_kernel.h").touch()
-    assert header not in lacking()
+    assert kernels.find_cuda_home() is None
 
 
 def test_preparing_takes_nothing_but_python() -> None:

@@ -16,6 +16,10 @@ from typing import Any
 DIRECTORY = Path(__file__).parent / "grafana" / "dashboards"
 WIDTH, HEIGHT, COLUMNS = 8, 8, 24
 RATE = "$__rate_interval"
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+FLEET, NAMES, WORKERS = "", "kvrelay_build_info", 'kvrelay_build_info{name=~"$worker"}'
+"""What a metric is joined with: nothing, the names of the processes, or the workers of the dashboard's variable."""
+SHARES = (("p50", "0.5"), ("p90", "0.9"), ("p99", "0.99"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,34 +32,46 @@ class Panel:
     text: str = ""
 
 
-def quantiles(metric: str, by: str = "", where: str = "") -> list[tuple[str, str]]:
+def chosen(metric: str, where: str = "", *, of: str, is_counter: bool = False) -> str:
+    """The series of a metric, or a counter's growth a second."""
+    series = f"{metric}{{{where}}}" if where else metric
+    series = f"rate({series}[{RATE}])" if is_counter else series
+    return f"{series} * on (job, instance) group_left (name) {of}" if of else series
+
+
+def legend(by: str) -> str:
+    return " ".join(f"{{{{{each.strip()}}}}}" for each in by.split(","))
+
+
+def quantiles(metric: str, by: str = "", where: str = "", *, of: str = WORKERS) -> list[tuple[str, str]]:
     """Median, p90 and p99 of a histogram."""
-    legend = f" {{{{{by}}}}}" if by else ""
-    labels = f"le, {by}" if by else "le"
-    rate = f"rate({metric}_bucket{{{where}}}[{RATE}])" if where else f"rate({metric}_bucket[{RATE}])"
-    return [(f"{name}{legend}", f"histogram_quantile({share}, sum by ({labels}) ({rate}))") for name, share in SHARES]
+    grouped = f"sum by ({f'le, {by}' if by else 'le'}) ({chosen(f'{metric}_bucket', where, of=of, is_counter=True)})"
+    suffix = f" {legend(by)}" if by else ""
+    return [(f"{name}{suffix}", f"histogram_quantile({share}, {grouped})") for name, share in SHARES]
 
 
-def rate(metric: str, by: str = "", where: str = "") -> tuple[str, str]:
+def rate(metric: str, by: str = "", where: str = "", *, of: str = WORKERS) -> tuple[str, str]:
     """A counter's growth a second, over all processes or by a label."""
-    chosen = f"{metric}{{{where}}}" if where else metric
     grouped = f" by ({by})" if by else ""
-    legend = " ".join(f"{{{{{each.strip()}}}}}" for each in by.split(",")) if by else "all"
-    return legend, f"sum{grouped} (rate({chosen}[{RATE}]))"
+    return legend(by) if by else "all", f"sum{grouped} ({chosen(metric, where, of=of, is_counter=True)})"
 
 
-def gauge(metric: str, by: str, where: str = "", *, of: str = "sum") -> tuple[str, str]:
+def gauge(metric: str, by: str, where: str = "", *, of: str = WORKERS, as_: str = "sum") -> tuple[str, str]:
     """A gauge by a label."""
-    chosen = f"{metric}{{{where}}}" if where else metric
-    return " ".join(f"{{{{{each.strip()}}}}}" for each in by.split(",")), f"{of} by ({by}) ({chosen})"
+    return legend(by), f"{as_} by ({by}) ({chosen(metric, where, of=of)})"
 
 
-SHARES = (("p50", "0.5"), ("p90", "0.9"), ("p99", "0.99"))
+def total(metric: str) -> str:
+    """A counter's growth a second, over the chosen workers."""
+    return rate(metric)[1]
+
+
 POOL_USE = (
-    'sum by (job, instance) (kvrelay_blocks{state!~"free|cached"}) / sum by (job, instance) (kvrelay_blocks_limit)'
+    f"""sum by (job, name) ({chosen("kvrelay_blocks", 'state!~"free|cached"', of=WORKERS)})"""
+    f" / sum by (job, name) ({chosen('kvrelay_blocks_limit', of=WORKERS)})"
 )
-FAILURES = ("{{job}} {{cause}}", f"sum by (job, cause) (rate(kvrelay_handoff_failures_total[{RATE}])) or vector(0)")
-BLOCKS_A_MESSAGE = f"sum (rate(kvrelay_push_blocks_total[{RATE}])) / sum (rate(kvrelay_push_messages_total[{RATE}]))"
+CAUSE, FAILURES = rate("kvrelay_handoff_failures_total", "job, cause")
+NONE = 'label_replace(vector(0), "cause", "none", "", "")'
 HIT_RATE = (
     f"sum by (view) (rate(kvrelay_cache_tokens_total[{RATE}])) / ignoring (view) group_left "
     f"sum (rate(kvrelay_prompt_tokens_total[{RATE}]))"
@@ -65,41 +81,49 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
     "overview": (
         "kvrelay: overview",
         (
-            Panel("Requests", "reqps", [rate("kvrelay_requests_total", "outcome")]),
+            Panel("Requests", "reqps", [rate("kvrelay_requests_total", "outcome", of=FLEET)]),
             Panel("In progress", "short", [("requests", "sum (kvrelay_requests_active)")]),
             Panel(
                 "Errors",
                 "reqps",
-                [rate("gen_ai_server_request_duration_seconds_count", "error_type", 'error_type!=""')],
+                [rate("gen_ai_server_request_duration_seconds_count", "error_type", 'error_type!=""', of=FLEET)],
                 "HTTP requests that ended with an error, or whose client left.",
             ),
-            Panel("Time to first token", "s", quantiles("gen_ai_server_time_to_first_token_seconds")),
-            Panel("Time per output token", "s", quantiles("gen_ai_server_time_per_output_token_seconds")),
-            Panel("Whole requests", "s", quantiles("gen_ai_server_request_duration_seconds")),
-            Panel("Tokens computed", "short", [rate("kvrelay_step_tokens_total", "phase")], "Tokens a second."),
+            Panel("Time to first token", "s", quantiles("gen_ai_server_time_to_first_token_seconds", of=FLEET)),
+            Panel("Time per output token", "s", quantiles("gen_ai_server_time_per_output_token_seconds", of=FLEET)),
+            Panel("Whole requests", "s", quantiles("gen_ai_server_request_duration_seconds", of=FLEET)),
+            Panel(
+                "Tokens computed", "short", [rate("kvrelay_step_tokens_total", "phase", of=FLEET)], "Tokens a second."
+            ),
             Panel(
                 "Workers",
                 "short",
-                [gauge("kvrelay_workers", "role, state", of="max")],
+                [gauge("kvrelay_workers", "role, state", of=FLEET, as_="max")],
                 "As the router sees them that sees most.",
             ),
-            Panel("Retries", "short", [rate("kvrelay_retries_total")], "Attempts that failed and ran again, a second."),
-            Panel("Who takes part", "short", [rate("kvrelay_placements_total", "kind")]),
+            Panel(
+                "Retries",
+                "short",
+                [rate("kvrelay_retries_total", of=FLEET)],
+                "Attempts that failed and ran again, a second.",
+            ),
+            Panel("Who takes part", "short", [rate("kvrelay_placements_total", "kind", of=FLEET)]),
             Panel("Prefix hit rate", "percentunit", [("{{view}}", HIT_RATE)], "As predicted, and as found."),
-            Panel("CPU", "short", [rate("process_cpu_time_seconds_total", "job, instance")], "Cores in use."),
+            Panel("CPU", "short", [rate("process_cpu_time_seconds_total", "name", of=NAMES)], "Cores in use."),
+            Panel("Memory", "bytes", [gauge("process_memory_usage_bytes", "name", of=NAMES)], "Resident."),
         ),
     ),
     "balance": (
         "kvrelay: prefill and decode",
         (
-            Panel("Waiting for prefill", "short", [gauge("kvrelay_queue_depth", "instance", 'state="queued"')]),
+            Panel("Waiting for prefill", "short", [gauge("kvrelay_queue_depth", "name", 'state="queued"')]),
             Panel(
                 "Waiting for decode",
                 "short",
                 [gauge("kvrelay_queue_depth", "state", 'job="kvrelay-decode",state=~"asked|waiting|swapped"')],
                 "The role whose queue grows wants another worker.",
             ),
-            Panel("Queued prompt tokens", "short", [gauge("kvrelay_queue_tokens", "job, instance")]),
+            Panel("Queued prompt tokens", "short", [gauge("kvrelay_queue_tokens", "name")]),
             Panel(
                 "Time in steps",
                 "percentunit",
@@ -113,8 +137,8 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
                 "Constrained output",
                 "ops",
                 [
-                    ("forced tokens", rate("kvrelay_grammar_forced_tokens_total")[1]),
-                    ("masks", rate("kvrelay_grammar_masks_total")[1]),
+                    ("forced tokens", total("kvrelay_grammar_forced_tokens_total")),
+                    ("masks", total("kvrelay_grammar_masks_total")),
                     ("grammars {{result}}", rate("kvrelay_grammar_lookups_total", "result")[1]),
                 ],
             ),
@@ -122,15 +146,15 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
                 "Drafts",
                 "ops",
                 [
-                    ("verified", rate("kvrelay_speculation_drafted_total")[1]),
-                    ("accepted", rate("kvrelay_speculation_accepted_total")[1]),
+                    ("verified", total("kvrelay_speculation_drafted_total")),
+                    ("accepted", total("kvrelay_speculation_accepted_total")),
                 ],
             ),
             Panel("Tokens by role", "short", [rate("kvrelay_step_tokens_total", "job, phase")]),
             Panel(
                 "Running on decode",
                 "short",
-                [gauge("kvrelay_queue_depth", "instance", 'state="running"')],
+                [gauge("kvrelay_queue_depth", "name", 'state="running"')],
                 "Sequences in the batch.",
             ),
             Panel(
@@ -148,31 +172,31 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
         (
             Panel("Blocks by state, prefill", "short", [gauge("kvrelay_blocks", "state", 'job="kvrelay-prefill"')]),
             Panel("Blocks by state, decode", "short", [gauge("kvrelay_blocks", "state", 'job="kvrelay-decode"')]),
-            Panel("Pool in use", "percentunit", [("{{job}} {{instance}}", POOL_USE)], "Neither free nor only cached."),
+            Panel("Pool in use", "percentunit", [("{{name}}", POOL_USE)], "Neither free nor only cached."),
             Panel("How prompts' blocks came", "short", [rate("kvrelay_prompt_blocks_total", "job, source")]),
             Panel("Prefix hit rate", "percentunit", [("{{view}}", HIT_RATE)], "As predicted, and as found."),
             Panel(
                 "Quarantined",
                 "short",
-                [gauge("kvrelay_blocks", "instance", 'state="quarantined"')],
+                [gauge("kvrelay_blocks", "name", 'state="quarantined"')],
                 "Always 0 with ZMQ.",
             ),
-            Panel("Lag of the prefix index", "s", [gauge("kvrelay_index_lag_seconds", "instance", of="max")]),
-            Panel("Blocks in the index", "short", [gauge("kvrelay_index_blocks", "instance", of="max")]),
-            Panel("Changes that wait for Redis", "short", [gauge("kvrelay_index_pending", "job, instance")]),
+            Panel("Lag of the prefix index", "s", [gauge("kvrelay_index_lag_seconds", "name", of=NAMES)]),
+            Panel("Blocks in the index", "short", [gauge("kvrelay_index_blocks", "name", of=NAMES)]),
+            Panel("Changes that wait for Redis", "short", [gauge("kvrelay_index_pending", "name")]),
             Panel(
                 "Gaps and replacements",
                 "short",
                 [
-                    ("gaps", f"sum (rate(kvrelay_index_gaps_total[{RATE}]))"),
-                    ("replacements", f"sum (rate(kvrelay_index_replacements_total[{RATE}]))"),
+                    ("gaps", total("kvrelay_index_gaps_total")),
+                    ("replacements", total("kvrelay_index_replacements_total")),
                 ],
                 "Redis lost something; all was published anew.",
             ),
             Panel(
                 "Swap space",
                 "short",
-                [("used", "sum (kvrelay_swap_used)"), ("limit", "sum (kvrelay_swap_limit)")],
+                [(part, f"sum ({chosen(f'kvrelay_swap_{part}', of=WORKERS)})") for part in ("used", "limit")],
                 "Blocks, on decode workers.",
             ),
         ),
@@ -184,24 +208,24 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
             Panel("Wait for the grant", "s", quantiles("kvrelay_handoff_grant_wait_seconds")),
             Panel("Exposed", "s", quantiles("kvrelay_handoff_exposed_seconds", "job"), "What a client can feel."),
             Panel("Size", "bytes", quantiles("kvrelay_handoff_size_bytes")),
-            Panel("Speed, GB/s", "short", quantiles("kvrelay_handoff_rate_gigabytes_per_second")),
-            Panel("Pushed", "Bps", [rate("kvrelay_push_io_bytes_total", "instance")]),
-            Panel("Failures", "short", [FAILURES], "By cause; 0 while there is none."),
+            Panel("Speed", "GBs", quantiles("kvrelay_handoff_rate_gigabytes_per_second")),
+            Panel("Pushed", "Bps", [rate("kvrelay_push_io_bytes_total", "name")]),
+            Panel("Failures", "short", [(CAUSE, f"{FAILURES} or {NONE}")], "By cause."),
             Panel(
                 "Corrupted, quarantined",
                 "short",
                 [
-                    ("corrupted", f"sum (rate(kvrelay_handoff_corrupted_total[{RATE}]))"),
-                    ("quarantined", f"sum (rate(kvrelay_handoff_quarantines_total[{RATE}]))"),
+                    ("corrupted", total("kvrelay_handoff_corrupted_total")),
+                    ("quarantined", total("kvrelay_handoff_quarantines_total")),
                 ],
             ),
-            Panel("Pushing", "percentunit", [rate("kvrelay_push_busy_seconds_total", "instance")], "Share of time."),
+            Panel("Pushing", "percentunit", [rate("kvrelay_push_busy_seconds_total", "name")], "Share of time."),
             Panel("Waiting states, prefill", "short", [gauge("kvrelay_queue_depth", "state", 'job="kvrelay-prefill"')]),
             Panel("Waiting states, decode", "short", [gauge("kvrelay_queue_depth", "state", 'job="kvrelay-decode"')]),
             Panel(
                 "Blocks a message",
                 "short",
-                [("blocks", BLOCKS_A_MESSAGE)],
+                [("blocks", f"{total('kvrelay_push_blocks_total')} / {total('kvrelay_push_messages_total')}")],
             ),
         ),
     ),
@@ -219,27 +243,49 @@ def dashboard(uid: str) -> dict[str, Any]:
         "editable": True,
         "refresh": "10s",
         "time": {"from": "now-30m", "to": "now"},
-        "templating": {
-            "list": [{"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"}]
-        },
+        "templating": {"list": _variables(panels)},
         "panels": [_panel(number, panel) for number, panel in enumerate(panels)],
     }
 
 
+def _variables(panels: Sequence[Panel]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [
+        {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
+    ]
+    if any(WORKERS in query for panel in panels for _, query in panel.queries):
+        names = 'label_values(kvrelay_build_info{service!="router"}, name)'
+        found.append(
+            {
+                "name": "worker",
+                "label": "Worker",
+                "type": "query",
+                "datasource": SOURCE,
+                "query": {"query": names, "refId": "worker"},
+                "definition": names,
+                "refresh": 2,  # when the time range changes
+                "sort": 1,
+                "multi": True,
+                "includeAll": True,
+                "allValue": ".*",
+                "current": {"text": ["All"], "value": ["$__all"]},
+            }
+        )
+    return found
+
+
 def _panel(number: int, panel: Panel) -> dict[str, Any]:
-    source = {"type": "prometheus", "uid": "${datasource}"}
     x, y = number * WIDTH % COLUMNS, number * WIDTH // COLUMNS * HEIGHT
     return {
         "id": number + 1,
         "type": "timeseries",
         "title": panel.title,
         "description": panel.text,
-        "datasource": source,
+        "datasource": SOURCE,
         "gridPos": {"x": x, "y": y, "w": WIDTH, "h": HEIGHT},
         "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
         "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
         "targets": [
-            {"refId": chr(ord("A") + index), "datasource": source, "expr": query, "legendFormat": legend}
+            {"refId": chr(ord("A") + index), "datasource": SOURCE, "expr": query, "legendFormat": legend}
             for index, (legend, query) in enumerate(panel.queries)
         ],
     }

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def fleet(directory: Path, model: Path, redis_url: str) -> Iterator[tuple[str, d
     shared = ["--model", str(model), "--redis-prefix", f"test-{secrets.token_hex(4)}"]
     worker = ["--num-blocks", "64", "--dtype", "float32", "--threads", "1", "--http-port", "0", "--transfer", "zmq"]
     flags = {
-        "router": ["--port", "0", "--metrics-port", "0", "--local-prefill-tokens", "0"],
+        "router": ["--port", "0", "--metrics-port", "0", "--local-prefill-tokens", "0", "--max-queued-requests", "1"],
         "prefill": worker,
         "decode": worker,
     }
@@ -110,13 +111,17 @@ def prometheus(directory: Path, pages: dict[str, str]) -> Iterator[str]:
 
 
 def load(url: str) -> None:
-    """Handoffs, shared prefixes, a request that fails."""
+    """Handoffs, shared prefixes, a request that fails, some that come when one is in progress."""
     prompts = [list(range(5, 60)) + [60 + number] * 8 for number in range(4)]
     with httpx.Client(base_url=url, timeout=2 * PATIENCE_S) as http:
         model = http.get("/v1/models").json()["data"][0]["id"]
         for prompt in prompts:
             http.post("/v1/completions", json={"model": model, "prompt": prompt, "max_tokens": 6}).raise_for_status()
         assert http.post("/v1/completions", json={"model": model, "prompt": "x", "n": -1}).status_code == 400
+        together = {"model": model, "prompt": [5] * 50, "max_tokens": 50, "ignore_eos": True}
+        with ThreadPoolExecutor(4) as clients:
+            codes = [clients.submit(http.post, "/v1/completions", json=together) for _ in range(4)]
+        assert {code.result().status_code for code in codes} <= {200, 429}
 
 
 def operands(expression: str) -> list[str]:
@@ -136,7 +141,9 @@ def test_every_panel_and_alert_finds_data(
     tiny_model: Callable[[str], Path], tmp_path: Path, redis_server: EmbeddedRedis
 ) -> None:
     asked = {
-        f"{name}: {panel['title']} {target['refId']}": target["expr"].replace("$__rate_interval", "2m")
+        f"{name}: {panel['title']} {target['refId']}": target["expr"]
+        .replace("$__rate_interval", "2m")
+        .replace("$worker", ".*")
         for name, board in dashboards().items()
         for panel in board["panels"]
         for target in panel["targets"]

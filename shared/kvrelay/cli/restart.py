@@ -14,11 +14,11 @@ from kvrelay.cli.supervisor import DIED, STOPPED
 from kvrelay.flag_parser import CommandFailed, FlagParser
 
 COSTS = {
-    "router": "clients cannot connect until it is ready again",
-    "prefill": "decode workers compute the prompts until it is ready again",
-    "decode": "requests wait until it is ready again, and get 503 after max_wait_for_worker_s",
+    "router": "clients cannot connect",
+    "prefill": "decode workers compute the prompts",
+    "decode": "requests wait, and get 503 after max_wait_for_worker_s",
 }
-"""Of the restart of the only process of a role."""
+"""While no process of the role is ready."""
 
 
 def restart(argv: Sequence[str]) -> int:
@@ -30,8 +30,8 @@ def restart(argv: Sequence[str]) -> int:
     log = state_dir / str(stack.port) / f"{old.name}.log"
     if old.pid is None or old.state != READY:
         raise CommandFailed(f"{old.name} is not ready ({old.state}): kvrelay up starts it by itself; its log is {log}")
-    if [process.role for process in stack.processes].count(old.role) == 1:
-        print(f"{old.name} is the only {old.role}: {COSTS[old.role]}", flush=True)
+    if [(process.role, process.state) for process in stack.processes].count((old.role, READY)) == 1:
+        print(f"no other {old.role} is ready: until {old.name} is ready again, {COSTS[old.role]}", flush=True)
     _signal(old, signal.SIGTERM)
     print(
         f"{old.name} (process {old.pid}) drains, for at most {old.ends_within_s:g} s, and is started again", flush=True

@@ -109,7 +109,7 @@ def test_a_process_restarts_with_the_same_settings(
     before = up.child("kvrelay_decode").pid
     assert restart(["decode-0", *here]) == 0
     only, drains, ready = capsys.readouterr().out.splitlines()
-    assert only.startswith("decode-0 is the only decode: requests wait until it is ready again")
+    assert only.startswith("no other decode is ready: until decode-0 is ready again, requests wait")
     assert drains.startswith(f"decode-0 (process {before}) drains, for at most 35 s")
     after = up.child("kvrelay_decode").pid
     assert re.fullmatch(rf"decode-0 is ready again after [\d.]+ s \(process {after}\)", ready) and after != before

@@ -1,4 +1,5 @@
-"""deploy/systemd: units that systemd takes, of commands and settings that exist. None of them is run."""
+"""deploy/systemd: units that systemd takes, of commands and settings that exist. `tests/faults/test_two_machines.py` runs
+their commands, without systemd."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""deploy/systemd: units that systemd takes, of commands and settings that exist. `tests/faults/test_two_machines.py` runs
-their commands, without systemd."""
+"""deploy/systemd: units that systemd takes, of commands and settings that exist. A fault test runs their commands,
+without systemd."""
 
 from __future__ import annotations
 

@@ -218,6 +218,16 @@ async def test_a_pair_listens_only_in_the_range_of_ports_that_the_environment_se
     assert len(new) == 2 * len({address for address, _ in new}) > 0
 
 
+async def test_a_range_of_ports_that_are_all_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX alone would look for one without end."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("UCX_TCP_PORT_RANGE", f"{port}-{port}")
+        with pytest.raises(TransportUnavailable, match=f"{port}-{port} are taken at 127.0.0.1"):
+            NixlReceiver(target_pool(4, BLOCK_BYTES), ucx_devices=devices_for("127.0.0.1"))
+    NixlReceiver(target_pool(4, BLOCK_BYTES), ucx_devices=devices_for("127.0.0.1")).close()
+
+
 async def test_without_the_library_it_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     without_nixl(monkeypatch)
     with pytest.raises(TransportUnavailable, match="install the extra"):

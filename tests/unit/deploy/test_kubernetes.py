@@ -208,7 +208,7 @@ def test_the_policy_opens_the_ports_of_nixl(resources: list[Resource]) -> None:
     assert {"port": first, "endPort": last} in ours
     declared = [port["containerPort"] for _, _, each, _ in services(resources) for port in each.get("ports", ())]
     assert not [port for port in declared if first <= port <= last]
-    assert last - first >= 15, "UCX waits forever for a port if all are taken"
+    assert last - first >= 15, "one for each rank in a pod"
 
 
 def test_a_pod_may_drain_before_it_is_killed(resources: list[Resource]) -> None:

@@ -105,6 +105,7 @@ class NixlAgent:
         api = import_api()
         given = {"UCX_TLS": ucx_transports, "UCX_NET_DEVICES": ucx_devices}
         self.name = f"kvrelay-{secrets.token_hex(12)}"
+        _check_ports(ucx_devices or os.environ.get(VARIABLE, ""))
         try:
             config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
             self._agent: Any = api.nixl_agent(self.name, config)
@@ -339,6 +340,32 @@ def _all_but(wanted: set[str], first: Mapping[str, str]) -> str | None:
 
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
+
+
+def _check_ports(devices: str) -> None:
+    """Raises TransportUnavailable if a device has no free port in UCX_TCP_PORT_RANGE: UCX would try forever. `devices`:
+    as in UCX_NET_DEVICES."""
+    first, _, last = os.environ.get(_PORTS, "").partition("-")
+    if not (first.isdecimal() and last.isdecimal()):  # a single port, or what UCX refuses, does not hang
+        return
+    named = set(devices.removeprefix("^").split(","))
+    for name, address in _first_addresses().items():
+        is_used = not devices or (name in named) != devices.startswith("^")
+        if is_used and not any(_is_free(address, port) for port in range(int(first), int(last) + 1)):
+            raise TransportUnavailable(
+                f"NIXL has no port: all of {_PORTS}={first}-{last} are taken at {address} ({name}). Each process of "
+                f"this machine or pod needs one: widen the range"
+            )
+
+
+def _is_free(address: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as UCX does
+        try:
+            probe.bind((address, port))
+        except OSError:
+            return False
+    return True
 
 
 def _addresses_of(host: str) -> set[str]:

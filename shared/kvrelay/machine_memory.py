@@ -15,6 +15,7 @@ _MEMORY = Path("/proc/meminfo")
 _GROUPS = Path("/proc/self/cgroup")
 _CGROUP = Path("/sys/fs/cgroup")
 _VMSTAT = Path("/proc/vmstat")
+_STATUS = Path("/proc/self/status")
 
 
 class _Files(NamedTuple):
@@ -46,6 +47,15 @@ def available_memory_bytes() -> int:
     """Memory that new processes can take: of the machine, or of a control group if that is less."""
     available = _meminfo("MemAvailable", "SwapFree")
     return max(0, min([available, *(group.limit - group.used for group in memory_limits())]))
+
+
+def own_memory_bytes() -> int:
+    """The memory of this process that the kernel cannot drop, as it can pages of files. 0 if it does not say."""
+    try:
+        lines = _STATUS.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
 
 
 def num_memory_kills() -> int:

@@ -22,6 +22,7 @@ from kvrelay.config import ConfigError
 from kvrelay.config.common import CommonConfig
 from kvrelay.config.loader import variable_warnings
 from kvrelay.logs import setup_logging
+from kvrelay.machine_memory import num_memory_kills
 
 log = logging.getLogger(__name__)
 
@@ -132,8 +133,11 @@ def _descendants(process: int) -> list[int]:
     return found
 
 
-def describe_exit(status: int) -> str:
-    """Text such as `exited with status 1` or `was killed by SIGKILL`."""
+def describe_exit(status: int, num_kills: int | None = None) -> str:
+    """Text such as `exited with status 1` or `was killed by SIGKILL when memory ran out`. `num_kills`: what
+    `num_memory_kills` returned before the process started."""
+    if status == -signal.SIGKILL and num_kills is not None and num_memory_kills() > num_kills:
+        return "was killed by SIGKILL when memory ran out"
     if status >= 0:
         return f"exited with status {status}"
     try:

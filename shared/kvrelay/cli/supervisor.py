@@ -305,9 +305,7 @@ class Service:
             self._enter(READY, f"{where}after {time.monotonic() - started:.1f} s")
         status = await ended
         self.ready.clear()
-        if status == -signal.SIGKILL and num_memory_kills() > num_kills:
-            return f"{describe_exit(status)} when memory ran out"
-        return describe_exit(status)
+        return describe_exit(status, num_kills)
 
     async def _spawn(self) -> asyncio.subprocess.Process:
         with self._output() as output:

@@ -11,6 +11,7 @@ from kvrelay.backends.backend import AttentionBackend, KVLayout
 from kvrelay.engine.load.causal_model import CausalModel, load_model
 from kvrelay.engine.load.integer_weight import Quantization
 from kvrelay.engine.load.model_source import LoadFormat, open_source
+from kvrelay.engine.memory_need import MemoryNeed
 from kvrelay.engine.parallel.model_part import ONE_PROCESS, RankGroups
 from kvrelay.engine.pool_size import (
     MemoryGauge,
@@ -76,7 +77,8 @@ def make_runner(
     `swap_bytes` are each rank's; on CPUs, `size_pool` is the share of all ranks on this machine together.
 
     Raises UnsupportedModel with the reason; ValueError for an unknown dtype, memory for less than one block, or CUDA
-    graphs that the device refuses; PoolDoesNotFit for a share of memory that is too small; OSError for no such model.
+    graphs that the device refuses; PoolDoesNotFit for a share of memory that is too small; MemoryTooSmall for memory
+    that does not hold weights and pool; OSError for no such model.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -87,17 +89,21 @@ def make_runner(
         graphs = None
     gauge = make_gauge(source.device)
     use_on_this_thread(source.device)
+    with ranks.in_agreement():
+        need = MemoryNeed.of(source, gauge, fused_layers=fused_layers)
+        need.check()
     loaded = load_model(source, block_size, backend, fused_layers=fused_layers, batch_invariant=batch_invariant)
     if num_blocks is None and size_pool is not None:
         num_blocks = _num_blocks_beside(loaded, size_pool, swap_bytes, gauge, graphs)
     with ranks.in_agreement():
         if num_blocks is None:
-            num_blocks = _num_blocks_of(loaded.layout, memory_bytes, with_scratch=graphs is not None)
+            num_blocks = num_blocks_of(loaded.layout, memory_bytes, with_scratch=graphs is not None)
     num_blocks = ranks.least(num_blocks)  # the ranks of a pipeline may have blocks of unequal size
     with ranks.in_agreement():
         if max_model_len is not None:
             _check_holds(loaded.layout, num_blocks, max_model_len)
-        num_slots = _num_swap_slots(loaded.layout, num_blocks, swap_bytes)
+        num_slots = num_swap_slots(loaded.layout, num_blocks, swap_bytes)
+        need.check(num_blocks * loaded.layout.block_bytes, num_slots * loaded.layout.block_bytes)
     num_slots = ranks.least(num_slots)
     with ranks.in_agreement():
         runner = TransformersRunner(loaded, num_blocks, num_host_slots=num_slots, with_scratch=graphs is not None)
@@ -109,7 +115,7 @@ def make_runner(
     return runner
 
 
-def _num_blocks_of(layout: KVLayout, memory_bytes: int, *, with_scratch: bool) -> int:
+def num_blocks_of(layout: KVLayout, memory_bytes: int, *, with_scratch: bool) -> int:
     """Raises ValueError if that memory does not hold one block, beside the scratch block of CUDA graphs."""
     num_blocks = memory_bytes // layout.block_bytes - with_scratch
     if num_blocks < 1:
@@ -142,7 +148,7 @@ def _warn_of_cut(max_model_len: int, spec: ModelSpec) -> None:
         )
 
 
-def _num_swap_slots(layout: KVLayout, num_blocks: int, swap_bytes: int | None) -> int:
+def num_swap_slots(layout: KVLayout, num_blocks: int, swap_bytes: int | None) -> int:
     """Raises ValueError if swap space is asked for that does not hold one block."""
     num_slots = num_blocks // SWAP_PART if swap_bytes is None else swap_bytes // layout.block_bytes
     if swap_bytes and not num_slots:
@@ -158,12 +164,13 @@ def _profile(model: CausalModel, sizing: PoolSizing, gauge: MemoryGauge, graphs:
     if sizing.whole_prompts:
         num_tokens = max(num_tokens, model.source.max_model_len)
     small = TransformersRunner(model, blocks_for_profile(num_tokens, sizing.max_running, model.layout.block_size))
+    small.pool.zero_()  # so that its pages rest, and are not the step's
     profile = profile_memory(small, num_tokens, sizing.max_running, gauge)
-    if gauge.pool_rests:  # the profiled pool is freed, while the memory of libraries remains
-        most = profile.resting + profile.step - small.pool.nbytes
-        del small
-        resting = gauge.rest()
-        profile = replace(profile, resting=resting, step=max(0, most - resting), free=gauge.free())
+    # The profiled pool is freed, while the memory of libraries remains.
+    most = profile.resting + profile.step - small.pool.nbytes
+    del small
+    resting = gauge.rest()
+    profile = replace(profile, resting=resting, step=max(0, most - resting), free=gauge.free())
     if graphs is not None:
         profile = replace(profile, graphs=_graph_bytes(model, graphs, gauge))
     return profile

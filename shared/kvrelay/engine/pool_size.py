@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from kvrelay.backends.cpu_build import cache_dir
+from kvrelay.backends.host_pages import release_freed_memory
 from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.engine.run.device import device_uuid
 from kvrelay.kv.table import blocks_for
@@ -181,9 +182,6 @@ class PoolDoesNotFit(ValueError):
 class HostGauge:
     """The machine's memory as the kernel accounts for it."""
 
-    pool_rests = False
-    """Whether `rest` includes the memory of a pool that was never written to."""
-
     def total(self) -> int:
         """All of this memory, used or free."""
         return machine_memory_bytes()
@@ -191,6 +189,7 @@ class HostGauge:
     def rest(self) -> int:
         """The memory that this process uses now. Also resets `peak`."""
         gc.collect()
+        release_freed_memory()
         _CLEAR_REFS.write_text("5")  # resets the peak to the resident memory
         return _status_bytes("VmRSS")
 
@@ -221,8 +220,6 @@ class CudaGauge:
     (see `turn_on`). Processes that have started do not grow, because they `keep` the memory of their largest step. A
     process that ends meanwhile can hide at most what this one took beside torch since the last measurement.
     """
-
-    pool_rests = True
 
     def __init__(self, memory: TorchMemory) -> None:
         self._memory = memory

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvrelay.kv.shard_map import ShardShape
+from kvrelay.machine_memory import num_memory_kills
 from kvrelay.process import describe_exit, end_with_parent
 
 PARENT_VARIABLE = "KVRELAY_RANK_PARENT"
@@ -58,6 +59,7 @@ class LocalRanks:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         """The key is the rank."""
         self._commands = commands
+        self._num_kills = num_memory_kills()
         self._closing, self._to_close = os.pipe()
         self._closes_at = 0.0
         started: Future[None] = Future()
@@ -122,7 +124,7 @@ class LocalRanks:
                 poller.unregister(fd)
                 status = self.processes[ranks[fd]].wait()
                 if not self.first_end.done():
-                    self.first_end.set_result(f"rank {ranks[fd]} {describe_exit(status)}")
+                    self.first_end.set_result(f"rank {ranks[fd]} {describe_exit(status, self._num_kills)}")
 
     def _end_all(self) -> None:
         for process in self.processes.values():

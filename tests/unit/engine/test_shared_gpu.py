@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvrelay.config import WorkerConfig
-from kvrelay.engine import make, pool_size
+from kvrelay.engine import make, memory_need, pool_size
 from kvrelay.engine.parallel.model_part import ONE_PROCESS
 from kvrelay.engine.pool_size import CudaGauge, PoolDoesNotFit
 from kvrelay.worker.worker_main import load_runner
@@ -55,7 +55,7 @@ class Pool(HashRunner):
         self._loaded = False
         self.with_scratch = with_scratch
         self.graphs = 0
-        self.pool = SimpleNamespace(nbytes=(num_blocks + with_scratch) * BLOCK_BYTES)
+        self.pool = SimpleNamespace(nbytes=(num_blocks + with_scratch) * BLOCK_BYTES, zero_=lambda: None)
         self.memory.allocate(self.pool.nbytes)
 
     def __del__(self) -> None:
@@ -106,6 +106,7 @@ class World:
         monkeypatch.setattr(make, "make_gauge", lambda _: CudaGauge(self._now.memory))
         monkeypatch.setattr(make, "load_model", lambda *_, **__: self._load(source))
         monkeypatch.setattr(make, "TransformersRunner", Pool)
+        monkeypatch.setattr(memory_need, "least_bytes", lambda *_, **__: 0)
         monkeypatch.setattr(make, "use_on_this_thread", lambda _: None)
 
     def start(self, memory: FakeMemory, needs: Needs) -> Pool:

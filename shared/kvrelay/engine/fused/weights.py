@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrelay.backends.backend import AttentionParams
-from kvrelay.backends.host_pages import HugePages
+from kvrelay.backends.host_pages import HugePages, release_freed_memory
 from kvrelay.engine.fused.panels import PackedLinear, pack, pack_integers, share_layout, unpack
 from kvrelay.engine.load.integer_weight import IntegerWeight, Quantization, quantize
 
@@ -117,6 +117,7 @@ class WeightPacker:
         packed = replace(packed, panels=self._memory.place(packed.panels))
         for module in modules:
             module.weight.data = module.weight.new_empty(0)
+        release_freed_memory()
         self._packed.append((packed, modules, num_out))
         return packed
 

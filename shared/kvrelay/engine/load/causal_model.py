@@ -324,8 +324,7 @@ def make_dummy(source: ModelSource, attn_implementation: str) -> PreTrainedModel
 
 
 def _make_dummy(source: ModelSource, attn_implementation: str) -> tuple[PreTrainedModel, PartPlan]:
-    with torch.device("meta"):
-        model = _from_config(source, attn_implementation)
+    model = on_meta(source, attn_implementation)
     plan = plan_part(model, source.ranks)
     try:
         plan_shards(model, 0, 1)  # raises for models whose random weights are not made module by module
@@ -338,6 +337,13 @@ def _make_dummy(source: ModelSource, attn_implementation: str) -> tuple[PreTrain
             return _from_config(source, attn_implementation), plan
     fill_randomly(model, source.device, DUMMY_SEED, plan)
     return model, plan
+
+
+def on_meta(source: ModelSource, attn_implementation: str = ATTENTION_NAME) -> PreTrainedModel:
+    """The whole model without values, which takes no memory."""
+    register()
+    with torch.device("meta"):
+        return _from_config(source, attn_implementation)
 
 
 def _from_config(source: ModelSource, attn_implementation: str) -> PreTrainedModel:

@@ -105,8 +105,8 @@ _ROWS_AT_ONCE = 1024  # bounds the memory of temporary tensors
 
 def quantize(weight: torch.Tensor, quantization: Quantization, importance: torch.Tensor | None = None) -> IntegerWeight:
     """Rounds a weight `[num_out, num_in]`, float32 or bfloat16. `importance` `[num_in]`: what the squared error of each
-    input's weights counts in 4 bits; None: the same. Raises KernelBuildError if the kernels cannot be built here, which
-    round to 4 bits."""
+    input's weights counts in 4 bits; None: the same. On the meta device: the shapes. Raises KernelBuildError if the
+    kernels cannot be built here, which round to 4 bits."""
     if quantization == "int4":
         return _to_4_bits(weight.contiguous(), torch.ones(weight.shape[1]) if importance is None else importance)
     parts = [_to_8_bits(rows) for rows in weight.split(_ROWS_AT_ONCE)]
@@ -125,9 +125,11 @@ def _to_4_bits(rows: torch.Tensor, importance: torch.Tensor) -> IntegerWeight:
     """The codes, scales and zero points of the least error among those that the kernel tries."""
     num_out, num_in = rows.shape
     groups = -(-num_in // INT4_GROUP)
-    codes = torch.empty(rows.shape, dtype=torch.int8)
-    scales, zeros = torch.empty(groups, num_out, dtype=torch.bfloat16), torch.empty(groups, num_out, dtype=torch.int8)
+    codes = torch.empty_like(rows, dtype=torch.int8)
+    scales = rows.new_empty((groups, num_out), dtype=torch.bfloat16)
+    zeros = torch.empty_like(scales, dtype=torch.int8)
     pointers = [ctypes.c_void_p(each.data_ptr()) for each in (rows, importance, codes, scales, zeros)]
     numbers = [ctypes.c_int64(each) for each in (_TYPES[rows.dtype], num_out, num_in, torch.get_num_threads())]
-    load_kernel().kvrelay_round_to_int4(*pointers, *numbers)
+    if not rows.is_meta:
+        load_kernel().kvrelay_round_to_int4(*pointers, *numbers)
     return IntegerWeight(codes, scales, zeros, 4, INT4_GROUP)

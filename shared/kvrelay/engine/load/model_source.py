@@ -167,12 +167,12 @@ def open_source(
             f"quantization = {quantization}: the checkpoint is quantized already, by {stored_format.method}"
         )
     if ranks.all_ranks is not None:
-        _check_divisible(config, quantization, load_format)
+        check_divisible(config, quantization, load_format)
     stored = KV_DTYPES.get(kv_cache_dtype)
     return ModelSource(name, config, computed, target, length, load_format, stored, quantization, stored_format, ranks)
 
 
-def _check_divisible(config: PreTrainedConfig, quantization: Quantization, load_format: LoadFormat) -> None:
+def check_divisible(config: PreTrainedConfig, quantization: Quantization, load_format: LoadFormat) -> None:
     """Raises UnsupportedModel for weights that cannot be divided among ranks."""
     stated = stated_quantization(config) if load_format != "dummy" else None
     if quantization != "none" or stated is not None:

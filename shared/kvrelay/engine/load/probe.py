@@ -93,7 +93,7 @@ class _LayerRecorder:
         self.params[layer] = params
         if params.sinks is None:
             self.kinds.add(LayerKind(query.shape[1], params.scaling, params.sliding_window, params.softcap))
-        if mask is not None:
+        if mask is not None and not query.is_meta:  # a mask on the meta device has no values
             _check_mask(layer, mask, params.sliding_window, self._max_model_len)
         return torch.zeros_like(query, memory_format=torch.contiguous_format)
 

@@ -142,16 +142,32 @@ WHOLE = PartPlan()
 
 
 def plan_part(model: PreTrainedModel, ranks: RankGroups) -> PartPlan:
-    """Returns a rank's plan for a whole model, whose parameters may be on the meta device. Raises UnsupportedModel if
-    the model cannot be divided like that."""
+    """Returns a rank's plan for a whole model. Raises as `plan_place`."""
     heads, link, mlps = ranks.tensor_parallel, ranks.pipeline, ranks.data_parallel
+    return plan_place(
+        model,
+        heads=None if heads is None else (heads.rank, heads.size),
+        stage=None if link is None else (link.stage, link.num_stages),
+        mlps=None if mlps is None else (mlps.rank, mlps.size),
+    )
+
+
+Place = tuple[int, int]
+"""A rank's number among those that divide something, and how many they are."""
+
+
+def plan_place(
+    model: PreTrainedModel, *, heads: Place | None = None, stage: Place | None = None, mlps: Place | None = None
+) -> PartPlan:
+    """Returns a rank's plan for a whole model, whose parameters may be on the meta device, by what is divided. Raises
+    UnsupportedModel if the model cannot be divided like that."""
     if mlps is not None:
-        return PartPlan(mlps=plan_mlp_shards(model, mlps.rank, mlps.size))
-    stage = None if link is None else plan_stage(model, link.stage, link.num_stages)
-    shards = None if heads is None else plan_shards(model, heads.rank, heads.size)
-    if shards is not None and stage is not None:
-        shards = _within(shards, stage)
-    return PartPlan(shards, stage)
+        return PartPlan(mlps=plan_mlp_shards(model, *mlps))
+    own = None if stage is None else plan_stage(model, *stage)
+    shards = None if heads is None else plan_shards(model, *heads)
+    if shards is not None and own is not None:
+        shards = _within(shards, own)
+    return PartPlan(shards, own)
 
 
 def connect(

@@ -196,8 +196,8 @@ BUILT_IN: dict[str, Profile] = {
 
 
 _MODELS = {model.name: model for model in (_8B, _70B, _32B)}
-_DEVICES = {device.name: device for device in (_H100, _H200, _A100, _L40S)}
-_ROOFLINE = re.compile(rf"({'|'.join(_MODELS)})-({'|'.join(_DEVICES)})(?:-tp([1-9]\d?))?(?:-pp([1-9]\d?))?")
+DEVICES = {device.name: device for device in (_H100, _H200, _A100, _L40S)}
+_ROOFLINE = re.compile(rf"({'|'.join(_MODELS)})-({'|'.join(DEVICES)})(?:-tp([1-9]\d?))?(?:-pp([1-9]\d?))?")
 
 
 def find_profile(name: str) -> Profile:
@@ -207,7 +207,7 @@ def find_profile(name: str) -> Profile:
         return BUILT_IN[name]
     if (found := _ROOFLINE.fullmatch(name)) is not None:
         model, device, size, stages = found.groups(default="1")
-        return _fitting(Roofline(_MODELS[model], _DEVICES[device], int(size), int(stages)))
+        return _fitting(Roofline(_MODELS[model], DEVICES[device], int(size), int(stages)))
     if not Path(name).is_file():
         raise UnknownProfile(
             f"must be one of {', '.join(BUILT_IN)}, one of these models on one of these devices as in "

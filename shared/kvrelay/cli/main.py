@@ -61,6 +61,7 @@ COMMANDS = {
         Command("keys", _FLEET, "make a key that encrypts the traffic within a fleet", _OWN),
         Command("replay", _FLEET, "check and read event logs", "kvrelay.cli.replay"),
         Command("bench", _MEASURE, "measure any OpenAI-compatible endpoint under load", "kvrelay_bench.bench_command"),
+        Command("size", _MEASURE, "print the memory and bandwidth that a model needs", "kvrelay.cli.size"),
         Command(
             "simulate",
             _MEASURE,

@@ -66,7 +66,7 @@ def test_a_misspelled_flag_gets_one_line_from_every_command(
     assert parser.prog == f"kvrelay {command.name}"
     with pytest.raises(SystemExit) as raised:
         parser.parse(["--hlep"])
-    end = "--help-all lists all flags" if command.name == "up" else "--help lists the flags"
+    end = "--help-all lists all flags" if command.name in ("up", "size") else "--help lists the flags"
     line = f"kvrelay {command.name}: unknown flag --hlep; did you mean --help? (kvrelay {command.name} {end})\n"
     assert (raised.value.code, capsys.readouterr().err) == (2, line)
 
@@ -108,7 +108,7 @@ def offered(path: Path, *words: str) -> set[str]:
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 def test_bash_offers_commands_flags_and_values(bash_script: Path) -> None:
     assert set(COMMANDS) <= offered(bash_script, "")
-    assert offered(bash_script, "si") == {"simulate"}
+    assert offered(bash_script, "sim") == {"simulate"}
     assert offered(bash_script, "up", "--max-num") == {"--max-num-seqs", "--max-num-batched-tokens"}
     assert offered(bash_script, "up", "--kv-cache-dtype", "fp8_e4") == {"fp8_e4m3"}
     assert offered(bash_script, "bench", "--api", "c") == {"chat", "completions"}

@@ -1,4 +1,4 @@
-"""deploy/compose.yaml on a real engine, under a project of its own, and a load that holds every output against another.
+"""deploy/compose.yaml on a real engine, behind TLS, under a project of its own, and a load that compares its outputs.
 
 The engine is the Docker CLI that KVRELAY_DOCKER names (a path, or `docker`), with DOCKER_HOST as the CLI reads it.
 """
@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import secrets
+import ssl
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
@@ -40,15 +41,34 @@ def engine() -> str | None:
     return None
 
 
+def make_certificate(directory: Path, name: str = "tls") -> None:
+    """A certificate that signs itself and its key, as NAME.crt and NAME.key, which containers can read."""
+    key, certificate = directory / f"{name}.key", directory / f"{name}.crt"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "2", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    for path in (directory, key, certificate):
+        path.chmod(0o755)
+
+
 @dataclass
 class Compose:
-    """One project. Every wait has a deadline and says what it waited for."""
+    """One project with a certificate in `tls`. Every wait has a deadline and says what it waited for. Assignments to
+    `environment` are what an operator changes in deploy/.env."""
 
+    tls: Path
     project: str = field(default_factory=lambda: f"kvrelay-test-{secrets.token_hex(4)}")
 
     def __post_init__(self) -> None:
-        self._environment = {name: value for name, value in os.environ.items() if not name.startswith("COMPOSE_")}
-        self._environment |= {
+        make_certificate(self.tls)
+        self.trusted = ssl.create_default_context(cafile=self.tls / "tls.crt")
+        self.image = f"{self.project}:cpu"
+        self.environment = {name: value for name, value in os.environ.items() if not name.startswith("COMPOSE_")}
+        self.environment |= {
+            "COMPOSE_FILE": str(ROOT / "deploy" / "compose.yaml"),
+            "COMPOSE_PROJECT_NAME": self.project,
+            "KVRELAY_IMAGE": self.image,
+            "KVRELAY_TLS_DIR": str(self.tls),
             "KVRELAY_PUBLISH": "127.0.0.1:",  # any free port
             "KVRELAY_DTYPE": "float32",
             "KVRELAY_THREADS": "1",
@@ -56,16 +76,25 @@ class Compose:
             "KVRELAY_TORCH_INDEX": os.environ.get("KVRELAY_TORCH_INDEX", ""),
         }
 
-    def docker(self, *arguments: str) -> str:
+    def docker(self, *arguments: str, given: str | None = None) -> str:
         """The output of `docker ...`. Raises with what it said."""
-        command = [os.environ["KVRELAY_DOCKER"], *arguments]
-        done = subprocess.run(command, env=self._environment, capture_output=True, text=True, timeout=600, check=False)
-        assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        done = self.run(os.environ["KVRELAY_DOCKER"], *arguments, given=given)
+        assert done.returncode == 0, f"{done.args}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         return done.stdout
+
+    def run(self, *command: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
+        """Runs a command with the project's environment, and `given` as its input."""
+        return subprocess.run(
+            command, env=self.environment, input=given, capture_output=True, text=True, timeout=600, check=False
+        )
+
+    def roll(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """`deploy/roll ...`"""
+        return self.run(str(ROOT / "deploy" / "roll"), *arguments)
 
     def __call__(self, *arguments: str) -> str:
         """The output of `docker compose ...`."""
-        return self.docker("compose", "-f", str(ROOT / "deploy" / "compose.yaml"), "-p", self.project, *arguments)
+        return self.docker("compose", *arguments)
 
     def containers(self, service: str | None = None) -> list[dict[str, Any]]:
         """What `docker inspect` says of a service's containers, or of all; also of those that do not run."""
@@ -79,12 +108,14 @@ class Compose:
         return self("exec", "-T", "router", "cat", "/run/secrets/api/api_keys").strip()
 
     def url(self) -> str:
-        """Where the router's port is published."""
-        return f"http://{self('port', 'router', '8000').strip()}"
+        """Where the balancer's port is published."""
+        scheme = "https" if self.environment["KVRELAY_TLS_DIR"] else "http"
+        return f"{scheme}://{self('port', 'balancer', '8000').strip()}"
 
     def client(self) -> httpx.AsyncClient:
-        """A client of the router where it is now."""
-        return httpx.AsyncClient(base_url=self.url(), timeout=300, headers={"authorization": f"Bearer {self.api_key}"})
+        """A client of the balancer where it is now."""
+        headers = {"authorization": f"Bearer {self.api_key}"}
+        return httpx.AsyncClient(base_url=self.url(), timeout=300, headers=headers, verify=self.trusted)
 
     async def until_ready(self, **wanted: int) -> dict[str, Any]:
         """Until the router sees Redis, and so many ready workers of each role, all idle; returns its view."""
@@ -158,12 +189,16 @@ async def load(compose: Compose, num_clients: int = 6) -> AsyncIterator[Load]:
     assert not running.failures, running.failures
 
 
-async def stream(http: httpx.AsyncClient, prompt: str, max_tokens: int = NUM_TOKENS) -> str:
-    """A greedy completion, as a stream. Raises AssertionError unless it came whole."""
+async def stream(
+    http: httpx.AsyncClient, prompt: str, max_tokens: int = NUM_TOKENS, started: Callable[[str], object] = str
+) -> str:
+    """A greedy completion, as a stream. `started` is called with the router's id at its first byte. Raises
+    AssertionError unless the stream came whole."""
     body = {"model": "kvrelay-demo", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
     text, finished, done = "", None, False
     async with http.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as answer:
         assert answer.status_code == 200, (await answer.aread()).decode()
+        started(answer.headers["x-kvrelay-router"])
         async for line in answer.aiter_lines():
             if line == "data: [DONE]":
                 done = True
@@ -175,3 +210,11 @@ async def stream(http: httpx.AsyncClient, prompt: str, max_tokens: int = NUM_TOK
                     finished = choice["finish_reason"] or finished
     assert done and finished == "length", f"the stream broke off after {text!r}"
     return text
+
+
+async def answer(http: httpx.AsyncClient, prompt: str, max_tokens: int = NUM_TOKENS) -> str:
+    """The same completion, not as a stream."""
+    body = {"model": "kvrelay-demo", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    came = await http.post("/v1/completions", json=body)
+    assert came.status_code == 200, came.text
+    return str(came.json()["choices"][0]["text"])

@@ -27,12 +27,39 @@ def services() -> dict[str, Any]:
     return read
 
 
-def test_workers_can_be_scaled(services: dict[str, Any]) -> None:
-    for name in WORKERS:
+def test_routers_and_workers_can_be_scaled(services: dict[str, Any]) -> None:
+    for name in KVRELAY:
         service = services[name]
         assert not {"container_name", "ports", "hostname"} & set(service), name
-        assert not {"KVRELAY_WORKER_ID", "KVRELAY_ADVERTISE_HOST"} & set(service["environment"]), name
+        names = {"KVRELAY_WORKER_ID", "KVRELAY_ROUTER_ID", "KVRELAY_ADVERTISE_HOST"}
+        assert not names & set(service["environment"]), name
         assert service["command"] == [name.partition("-")[0]]
+    assert services["router"]["deploy"]["replicas"] == 2
+
+
+def test_the_balancer_alone_is_reachable_and_reaches_routers_alone(services: dict[str, Any]) -> None:
+    networks = {name: set(each["networks"]) for name, each in services.items()}
+    published = {name for name, each in services.items() if "ports" in each}
+    assert published == {name for name in services if "outside" in networks[name]} == {"balancer", "grafana"}
+    assert {name for name in services if "front" in networks[name]} == {"balancer", "router"}
+    assert "inside" not in networks["balancer"]
+
+
+def test_each_image_is_built_once(services: dict[str, Any]) -> None:
+    users: dict[str, list[str]] = {}
+    for name in KVRELAY:
+        users.setdefault(services[name]["image"], []).append(name)
+    assert {image: len(names) for image, names in users.items()} == {
+        "${KVRELAY_IMAGE:-kvrelay:cpu}": 5, "${KVRELAY_GPU_IMAGE:-kvrelay:cuda}": 2
+    }  # fmt: skip
+    for names in users.values():
+        assert sum("build" in services[name] for name in names) == 1
+        assert all("build" in services[name] or services[name]["pull_policy"] == "never" for name in names)
+
+
+def test_deploy_roll_knows_every_service_of_kvrelay() -> None:
+    (listed,) = re.findall(r"for each in ([a-z -]+); do roll", (DEPLOY / "roll").read_text())
+    assert sorted(listed.split()) == sorted(KVRELAY)
 
 
 def test_every_service_is_hardened_and_checked(services: dict[str, Any]) -> None:
@@ -49,7 +76,7 @@ def test_every_service_is_hardened_and_checked(services: dict[str, Any]) -> None
 
 def test_a_container_may_drain_before_it_is_killed(services: dict[str, Any]) -> None:
     for name in KVRELAY:
-        drain_s = int(services[name]["environment"]["KVRELAY_DRAIN_TIMEOUT_S"].partition(":-")[2].rstrip("}"))
+        drain_s = int(_filled_in(services[name]["environment"]["KVRELAY_DRAIN_TIMEOUT_S"], {}))
         assert int(services[name]["stop_grace_period"].removesuffix("s")) >= drain_s + 10
 
 
@@ -91,10 +118,9 @@ def test_workers_on_gpus_have_one_each(
         environ = {key: _filled_in(value, variables) for key, value in service["environment"].items()}
         environ |= {"KVRELAY_MODEL": "org/model", "KVRELAY_REDIS_PASSWORD_FILE": ""}
         config = resolve(WorkerConfig, {}, environ, role=service["command"][0])
-        assert config.device == "cuda"
+        assert config.device == "cuda" and service["image"] == "${KVRELAY_GPU_IMAGE:-kvrelay:cuda}"
         (gpu,) = device["device_ids"]
         found.append((_filled_in(gpu, variables), config.memory_utilization))
-        assert service["image"] == "kvrelay:cuda" and service["build"]["target"] == "cuda"
     assert found == list(zip(gpus, shares, strict=True))
 
 
@@ -187,4 +213,4 @@ def test_nothing_has_to_be_done_before_the_first_start() -> None:
     assert "secrets" not in content
     text = (DEPLOY / "compose.yaml").read_text()
     defaults = set(re.findall(r"KVRELAY_\w+_DIR:-([a-z-]+)\}", text))
-    assert defaults == {"api-keys", "redis-password", "grafana-password"} and defaults <= set(content["volumes"])
+    assert defaults == {"api-keys", "redis-password", "grafana-password", "tls"} <= set(content["volumes"])

@@ -296,7 +296,7 @@ def test_workers_on_gpus_have_one_each_and_most_of_its_memory() -> None:
         assert limits["nvidia.com/gpu"] == "1" and container["image"] == "kvrelay:cuda"
         assert [each["key"] for each in spec["tolerations"]] == ["nvidia.com/gpu"]
         requested = container["resources"]["requests"]["memory"]
-        assert requested == limits["memory"] == "32Gi", "14 GB of swap space beside 80 GB, and the process"
+        assert requested == limits["memory"] == "32Gi", "12 GiB of swap space beside 80 GB, and the process"
         assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
         assert "shm" in [each["name"] for each in spec["volumes"]]
 

@@ -46,13 +46,7 @@ from kvrelay.protocol.limits import (
     require,
 )
 from kvrelay.protocol.packed_logprobs import PackedLogprobs
-from kvrelay.protocol.sampling import (
-    FinishReason,
-    Sampling,
-    ScoredTexts,
-    StepLogprobs,
-    TokenLogprobs,
-)
+from kvrelay.protocol.sampling import FinishReason, Sampling, ScoredTexts, StepLogprobs, TokenLogprobs
 
 PROTOCOL_VERSION = 1
 """Peers of other versions are refused."""
@@ -374,7 +368,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The load that routers choose workers by. `own_*` is the share of the router that reads it.
 
     `queued_tokens`: prompt tokens to be computed, without those that are cached; `queued_pairs`: pairs of one of them
-    and a token it attends to. `step_cost`: seconds a step, a token and a pair, as measured; None: not yet.
+    and a token it attends to. As measured, None: not yet: `step_cost`, seconds a step, a token and a pair, and
+    `transfer_bytes_s`, of pushes over the typical link; `slow_links` are under half of it, by decode worker.
     """
 
     queued_tokens: Count = 0
@@ -385,8 +380,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     own_queued_pairs: Finite = 0.0
     own_sequences: Count = 0
     step_cost: tuple[NotNegative, NotNegative, NotNegative] | None = None
-    transfer_bytes_s: NotNegative | None = None  # the measured rate of pushes over the typical link
-    slow_links: dict[Name, NotNegative] = {}  # by decode worker: those that are reached at less than half of it
+    transfer_bytes_s: NotNegative | None = None
+    slow_links: dict[Name, NotNegative] = {}
 
 
 class Status(Body, frozen=True, kw_only=True, tag="status"):

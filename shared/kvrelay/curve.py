@@ -74,16 +74,17 @@ class CurveKey:
 def read_keys(path: Path) -> tuple[CurveKey, ...]:
     """Reads the secret keys of a key file, one a line, skipping lines that begin with "# ". Raises BadKeyFile."""
     try:
-        lines = [line.strip() for line in path.read_text(encoding="ascii").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadKeyFile(f"cannot read {path}: {error}") from error
+        lines = [line.strip() for line in path.read_text(encoding="latin-1").splitlines()]
+    except OSError as error:
+        raise BadKeyFile(f"cannot read {path}: {error.strerror}") from error
     secrets = [line.encode() for line in lines if line and not line.startswith("# ")]
-    if not secrets:
-        raise BadKeyFile(f"{path} holds no key: `kvrelay keys FILE` makes one")
     try:
-        return tuple(CurveKey(secret, zmq.curve_public(secret)) for secret in secrets)
-    except (ValueError, zmq.ZMQError) as error:
-        raise BadKeyFile(f"{path} holds a line that is no key: {error}") from error
+        keys = tuple(CurveKey(secret, zmq.curve_public(secret)) for secret in secrets)
+    except (ValueError, zmq.ZMQError):
+        raise BadKeyFile(f"{path} holds a line that is no key: `kvrelay keys FILE` makes one") from None
+    if not keys:
+        raise BadKeyFile(f"{path} holds no key: `kvrelay keys FILE` makes one")
+    return keys
 
 
 class CurveKeys:

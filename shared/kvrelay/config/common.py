@@ -5,9 +5,10 @@ from __future__ import annotations
 import ipaddress
 import logging
 import socket
+import ssl
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import quote, unquote, urlsplit, urlunsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit, urlunsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -25,6 +26,13 @@ def check_redis_url(url: str) -> str:
         raise ValueError(f"must start with {', '.join(f'{each}://' for each in SCHEMES[:-1])} or {SCHEMES[-1]}://")
     if scheme == SENTINEL:
         sentinels(url)
+    for path in parse_qs(urlsplit(url).query).get("ssl_ca_certs", ()):
+        try:
+            ssl.create_default_context(cafile=path)
+        except ssl.SSLError:
+            raise ValueError(f"ssl_ca_certs: {path} holds no certificate") from None
+        except OSError as error:
+            raise ValueError(f"ssl_ca_certs: cannot read {path}: {error.strerror}") from None
     return url
 
 

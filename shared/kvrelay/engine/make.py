@@ -101,7 +101,7 @@ def make_runner(
     num_blocks = ranks.least(num_blocks)  # the ranks of a pipeline may have blocks of unequal size
     with ranks.in_agreement():
         if max_model_len is not None:
-            _check_holds(loaded.layout, num_blocks, max_model_len)
+            _check_holds(loaded.layout, num_blocks, source.max_model_len)
         num_slots = num_swap_slots(loaded.layout, num_blocks, swap_bytes)
         need.check(num_blocks * loaded.layout.block_bytes, num_slots * loaded.layout.block_bytes)
     num_slots = ranks.least(num_slots)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -69,6 +70,29 @@ async def test_a_registry_that_is_away_at_the_start_is_taken_when_it_comes(rig: 
 
 def has_records(static: StaticWorkers, records: list[WorkerRecord]) -> bool:
     return [each.record for each in static.found()] == records
+
+
+async def test_two_workers_with_one_id_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    asked = Counter[str]()
+
+    def page(incarnation: str) -> Page:
+        asked[incarnation] += 1
+        return Page(record_as_json(worker_record(incarnation=incarnation)))
+
+    pages = [Pages({RECORD_PAGE: partial(page, incarnation)}) for incarnation in ("2", "1")]
+    for each in pages:
+        await each.start("127.0.0.1", 0)
+    later, earlier = [f"http://127.0.0.1:{each.port}" for each in pages]
+    static = StaticWorkers([later, earlier], "m", INTERVAL_S)
+    static.start(lambda: None)
+    await until(lambda: min(asked["1"], asked["2"]) > 3)
+    await static.close()
+    for each in pages:
+        await each.close()
+    line = (
+        f"static workers {earlier} and {later} are both worker w, only the second is used: give each its own worker_id"
+    )
+    assert caplog.messages == [line]
 
 
 async def test_an_address_that_serves_another_fleet_leaves_this_one(caplog: pytest.LogCaptureFixture) -> None:

@@ -116,6 +116,8 @@ async def test_a_cluster_holds_all(cluster: ClusterNode) -> None:
         ("redis+sentinel://127.0.0.1:26379", "the primary's name"),
         ("redis+sentinel://127.0.0.1:26379/main/x", "the primary's name"),
         ("redis+sentinel://127.0.0.1:port/main", "is not a sentinel address"),
+        ("rediss://127.0.0.1?ssl_ca_certs=/nowhere", "cannot read /nowhere: No such file"),
+        (f"rediss://127.0.0.1?ssl_ca_certs={__file__}", "holds no certificate"),
     ],
 )
 def test_bad_urls_are_said(url: str, message: str) -> None:

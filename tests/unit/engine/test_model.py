@@ -308,3 +308,5 @@ def test_a_length_beyond_the_pool_is_cut_and_reported(
     (message,) = [message for message in caplog.messages if "is cut" in message]
     assert message.startswith("max_model_len is cut from 2048 to 160 tokens, which the pool's 10 blocks of 16 hold")
     assert "raise kv_memory_bytes" in message
+    # What is asked for beyond the positions needs no room.
+    assert make_runner(model, num_blocks=128, num_threads=1, max_model_len=10_000).spec.max_model_len == 2048

@@ -39,6 +39,8 @@ class StaticWorker:
     """The last record received."""
     silence: str = ""
     """The last error; empty after an answer, and before the first request."""
+    later: str = ""
+    """The incarnation of a later process with its worker id at another address."""
 
 
 class StaticWorkers:
@@ -97,9 +99,23 @@ class StaticWorkers:
             worker.silence = silence
             return has_changed
         was, worker.record, worker.silence = worker.record, record, ""
+        self._warn_of_later(worker, record)
         if was is None or was.incarnation != record.incarnation:
             log.info("static worker %s is %s, incarnation %s", worker.url, record.worker_id, record.incarnation)
         return record != was
+
+    def _warn_of_later(self, worker: StaticWorker, record: WorkerRecord) -> None:
+        """One line if this worker still runs although a later one has its id, so that only that one is used."""
+        for other in self._workers:
+            found = other.record
+            if found is None or other.silence or record.draining or found.worker_id != record.worker_id:
+                continue
+            if found.incarnation > record.incarnation and found.incarnation != worker.later:
+                worker.later = found.incarnation
+                text = (
+                    "static workers %s and %s are both worker %s, only the second is used: give each its own worker_id"
+                )
+                log.warning(text, worker.url, other.url, record.worker_id)
 
     def _leaves(self, worker: StaticWorker, model: str) -> bool:
         """The address serves another fleet now. Returns whether its worker was in this one."""

@@ -70,7 +70,7 @@ class Stack:
 
         def are_current() -> bool:
             found[:] = [worker for worker in self.fleet()["workers"] if not roles or worker["role"] in roles]
-            return all(worker["live"] for worker in found if worker["state"] == "ready")
+            return all(worker["live"] for worker in found if worker["state"] in ("ready", "silent"))
 
         wait_until(are_current)
         return found

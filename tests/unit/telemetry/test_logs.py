@@ -124,6 +124,14 @@ def test_one_line_of_each_kind_per_interval(caplog: pytest.LogCaptureFixture) ->
     assert caplog.messages[-1] == "message 13"
 
 
+def test_kinds_beyond_the_limit_take_no_memory(caplog: pytest.LogCaptureFixture) -> None:
+    limited = LimitedLog(logging.getLogger("limited"))
+    for number in range(3 * LimitedLog.MAX_KINDS):
+        limited.warning(f"peer {number}", "peer %d is lost", number)
+    assert len(limited._lines) <= LimitedLog.MAX_KINDS
+    assert len(caplog.messages) == 3 * LimitedLog.MAX_KINDS
+
+
 # -- log lines go to a pipe that nobody reads, and whoever logs does not wait ----------------------------------------
 
 

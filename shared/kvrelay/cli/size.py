@@ -293,12 +293,12 @@ def _handoffs(per_prompt: int, rate: float | None, device: Device | None) -> str
         return f"{text}; --rate R says the bandwidth that R requests/s need"
     needed = per_prompt * rate
     text = f"{text}, {needed / 1e9:,.2f} GB/s at {rate:g} requests/s: "
-    plain, encrypted = (f"{speed / 1e9:g} GB/s a pair of workers" for speed in (ZMQ_BYTES_S, ENCRYPTED_BYTES_S))
+    plain, encrypted = f"{ZMQ_BYTES_S / 1e9:g} GB/s", f"{ENCRYPTED_BYTES_S / 1e9:g} GB/s"
     if needed <= ENCRYPTED_BYTES_S:
         return f"{text}any transport carries it, also ZMQ with a CURVE key"
     if needed <= ZMQ_BYTES_S:
-        return f"{text}NIXL, or ZMQ without a CURVE key (with one, {encrypted})"
-    text += f"NIXL over RDMA (ZMQ carries {plain}, with a CURVE key {encrypted})"
+        return f"{text}NIXL, or ZMQ without a CURVE key (a pair of workers: {plain}, {encrypted} with one)"
+    text += f"NIXL over RDMA (ZMQ: {plain} a pair of workers, {encrypted} with a CURVE key)"
     if device is None:
         return text
     links = math.ceil(needed / (REACHED_LINK * device.link_bytes_s))

@@ -22,7 +22,7 @@ from kvrelay.fleet.worker_registry import MAX_SLOTS, Registry
 from kvrelay.messaging.messenger import Messenger
 from kvrelay.process import allow_open_files, die_with_parent
 from kvrelay.protocol import codec
-from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings
+from kvrelay.protocol.link import Delivered, LinkEvent, LinkSettings, PeerLost
 from kvrelay.protocol.messages import Alive, Generate, Header, PeerRef, Prompt, TokenBatch, pack_tokens
 from kvrelay.protocol.sampling import Sampling
 from kvrelay.simulated.simulated_model import continuation, read_facts
@@ -115,20 +115,29 @@ def _workers_of(answer: httpx.Response) -> list[str]:
 
 
 async def right_answer(worker: PeerRef) -> None:
-    """Another router gets the tokens that simulated devices compute for its prompt."""
+    """Another router gets the tokens that simulated devices compute for its prompt. While the worker has no room for
+    it, its messages are dropped, which ends its link once there is room: as a router does, it then tries again."""
     sampling = Sampling(temperature=0.0, max_tokens=20, ignore_eos=True)
+    prompt = Prompt(tokens=pack_tokens(PROMPT), sampling=sampling, timeout_s=600)
     tokens: list[int] = []
+    num_attempts = 0
+
+    def ask() -> None:
+        nonlocal num_attempts
+        num_attempts += 1
+        messenger.send(worker, Generate(prompt=prompt), request="good", attempt=num_attempts)
 
     def take(event: LinkEvent) -> None:
-        assert isinstance(event, Delivered), event
-        if isinstance(event.body, TokenBatch):
+        if isinstance(event, PeerLost):
+            assert event.is_alive and not tokens, event
+            ask()
+        elif isinstance(event, Delivered) and isinstance(event.body, TokenBatch):
             tokens.extend(token for entry in event.body.entries for token in entry.token_ids)
 
     messenger = Messenger("router", take, settings=LinkSettings(peer_timeout_s=PATIENCE_S))
     messenger.start()
     try:
-        prompt = Prompt(tokens=pack_tokens(PROMPT), sampling=sampling, timeout_s=600)
-        messenger.send(worker, Generate(prompt=prompt), request="good", attempt=1)
+        ask()
         await until(lambda: len(tokens) >= 20)
     finally:
         messenger.close(0)

@@ -122,8 +122,7 @@ def compile_kernels(arguments: argparse.Namespace) -> None:
 
 def check(arguments: argparse.Namespace) -> None:
     """Raises SystemExit where something is missing."""
-    missing = []
-    on_gpu = arguments.device != "cpu"
+    missing, on_gpu = [], arguments.device != "cpu"
     for names in IMPORTED if on_gpu else [name for name in IMPORTED if name != "flashinfer"]:
         found, said = find(names.split())
         print(said)

@@ -13,8 +13,7 @@ from benchmarks.gpu.journal import DONE, Attempt, outcomes
 from benchmarks.gpu.run_steps import same_setting
 from benchmarks.gpu.steps import STEPS
 
-_PACKAGES = ["torch", "nvidia-cuda-runtime", "transformers", "flashinfer-python", "triton", "nixl-cu13", "nixl-cu12"]
-_PACKAGES += ["numpy", "flash-attn"]
+_PACKAGES = ["torch", "nvidia-cuda-runtime", "transformers", "flashinfer-python", "triton", "nixl-cu13", "numpy"]
 
 
 def header(command: str, *, on_gpu: bool, smoke: bool) -> dict[str, Any]:

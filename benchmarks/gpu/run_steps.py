@@ -22,7 +22,10 @@ from benchmarks.gpu.steps import Step
 GRACE_S = 10.0
 """A step ends itself between rows or tests when it is interrupted; only one that hangs is ended by force."""
 _WORTH_IT = 0.4  # of a step's time: with less, a shorter one is tried
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_CHILD_SUBREAPER = 36
+_GUARD = ["sh", "-c", 'cat; kill -s KILL -- "-$0" 2>/dev/null || :']
+"""Kills a process group once its input is closed, which it also is when this process is killed: a step that went on
+would take the device from the next run."""
 _NO_TESTS_LEFT = 5  # pytest's status
 NO_TIME = "no time was left"
 
@@ -121,9 +124,9 @@ def run_limited(
     of its process group is left then."""
     with log.open("ab") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0, env=environ,
-            preexec_fn=_die_with_parent,
-        )  # fmt: skip
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0, env=environ
+        )
+    guard = subprocess.Popen([*_GUARD, str(process.pid)], stdin=subprocess.PIPE, process_group=0)
     try:
         status = process.wait(limit_s)
         return journal.DONE if status == 0 else f"failed with status {status}"
@@ -133,14 +136,8 @@ def run_limited(
             process.wait(grace_s)
         return f"cut off after {limit_s:.0f} s"
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        guard.communicate()
         process.wait()
-
-
-def _die_with_parent() -> None:
-    """A run that is killed leaves no step that takes the device from the next run."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:

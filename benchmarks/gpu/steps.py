@@ -11,9 +11,11 @@ from pathlib import Path
 PARTS = Path(__file__).parent / "parts"
 _NEVER_RAN = "e4m3 or e5m2 or fp8 or 8_bits or window or mistral or gemma or invariant or constrained or launch"
 _PROCESSES = 4  # of pytest on one GPU, each with a context of CUDA
-_ALONE = tuple(f"tests/gpu/test_{name}.py" for name in ("handoff", "graphs", "memory", "sharing"))
-"""Test files that start systems or watch the device's memory, which others at the same time would change."""
-_SMOKE_TESTS = ("tests/gpu/test_seeds.py",)
+_ALONE = tuple(f"tests/gpu/test_{name}.py" for name in ("graphs", "memory", "sharing"))
+"""Test files that watch the device's memory, which others at the same time would change."""
+_SYSTEMS = "tests/gpu/test_handoff.py"
+_SMOKE_TESTS = ("tests/gpu/test_seeds.py", "-k", "cpu")
+_PLUGINS = ("-p", "no:cacheprovider", "-p", "no:benchmark", "-p", "benchmarks.gpu.outcomes")
 SMOKE_LIMIT_S = 600.0
 
 
@@ -40,15 +42,14 @@ class Step:
         source = ast.parse((PARTS / f"{self.part or self.name}.py").read_text(encoding="utf-8"))
         assigned = (node for node in source.body if isinstance(node, ast.Assign))
         (found,) = (node.value for node in assigned if ast.unparse(node.targets[0]) == "ABOUT")
-        text: str = ast.literal_eval(found)
-        return text
+        return str(ast.literal_eval(found))
 
     def command(self, *, device: str, smoke: bool, out: Path, limit_s: float, passed: list[str]) -> list[str]:
         """`passed`: ids of tests to leave out."""
         if self.tests is not None:
             chosen = _SMOKE_TESTS if smoke else self.tests
-            flags = ["-v", "--tb=short", "-p", "no:cacheprovider", "-p", "benchmarks.gpu.outcomes"]
-            return [sys.executable, "-m", "pytest", *flags, *chosen, *(f"--deselect={test}" for test in passed)]
+            command = [sys.executable, "-m", "pytest", "-v", "--tb=short", *_PLUGINS, *chosen]
+            return [*command, *(f"--deselect={test}" for test in passed)]
         if self.name == "check":
             return [sys.executable, "-m", "benchmarks.gpu.prepare", "check", "--device", device]
         flags = ["--device", device, "--out", str(out), *(["--smoke"] if smoke else [])]
@@ -64,8 +65,9 @@ STEPS = (
     Step("parity", "Tokens and logits beside transformers'", 90, (*_GPU, *_SIDE_BY_SIDE, "tests/gpu/test_engine.py")),
     Step("new-tests", "Tests of 8-bit KV, windows, soft caps, grammars, equal bits and launching ahead", 120,
          (*_ALL, "-k", _NEVER_RAN)),
-    Step("tests", "All other tests of one process", 150, (*_ALL, *(f"--ignore={file}" for file in _ALONE))),
-    Step("system", "Tests of whole systems, of graphs and of memory", 150, (*_GPU, *_ALONE)),
+    Step("systems", "Tests of whole systems", 150, (*_GPU, *_SIDE_BY_SIDE, _SYSTEMS)),
+    Step("tests", "All other tests", 120, (*_ALL, *(f"--ignore={file}" for file in (_SYSTEMS, *_ALONE)))),
+    Step("memory-tests", "Tests of graphs and of memory", 90, (*_GPU, *_ALONE)),
     Step("transfer", "Blocks between two processes", 45),
     Step("handoff", "What of a handoff is exposed", 120),
     Step("decode", "Decoding", 60),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -86,14 +84,10 @@ make(Path(sys.argv[1]), {"good": GOOD, "deaf": DEAF}).all([step("good"), step("d
     process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.DEVNULL)
     log = tmp_path / "gpu.log"
     wait_until(lambda: log.exists() and "child" in log.read_text())
-    (running,) = psutil.Process(process.pid).children()
-    children = running.children()
+    running = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait()
-    psutil.wait_procs([running], PATIENCE_S)
-    assert not running.is_running(), "it would have the device"
-    for child in children:
-        os.kill(child.pid, signal.SIGKILL)  # in the run's session: it ends with the machine's command
+    assert not psutil.wait_procs(running, PATIENCE_S)[1], "they would have the device"
     run = make(tmp_path, {"deaf": GOOD})
     recorder = journal.Recorder(run.path, "deaf", deadline=0.0)
     recorder.row("Table", step_ms=figures([1.0, 2.0]))

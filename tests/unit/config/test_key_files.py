@@ -60,6 +60,7 @@ OF_OLD, OF_NEW = (advertised(ADDRESS, CurveKeys(key)) for key in (OLD, NEW))
         (ADDRESS, CurveKeys(OLD), KeysDiffer),
         (ADDRESS + "#", CurveKeys(OLD), KeysDiffer),
     ],
+    ids=range(8),  # keys are random, and processes that share the tests must name them alike
 )
 def test_a_client_uses_the_key_that_the_address_names(
     address: str, curve: CurveKeys | None, key: CurveKey | type[KeysDiffer] | None

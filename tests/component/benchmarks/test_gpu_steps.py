@@ -110,6 +110,7 @@ def test_tests_that_passed_are_left_out_of_the_next_step(tmp_path: Path, monkeyp
         return step.command(device="cuda", smoke=False, out=tmp_path, limit_s=limit_s, passed=passed)
 
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # of this test's own process
     run = Run(tmp_path / "out", HEADER, 10 * PATIENCE_S, command)
     assert not run.all(chosen)
     found = {name: journal.outcomes(attempts) for name, attempts in journal.read(run.path).items()}

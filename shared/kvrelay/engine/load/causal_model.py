@@ -26,7 +26,7 @@ from kvrelay.engine.fused.forward import FusedForward, use_panels
 from kvrelay.engine.fused.gpu_forward import GpuForward, TorchPieces, merge_weights
 from kvrelay.engine.fused.kernel import FIXED_TYPES
 from kvrelay.engine.fused.weights import FAMILIES, NotFusable, WeightPacker, decoder_weights, require_fusable
-from kvrelay.engine.load.checkpoint import read_integer_model, read_model, read_part
+from kvrelay.engine.load.checkpoint import read_integer_model, read_model, read_part, refusing
 from kvrelay.engine.load.model_files import find_model_dir, fingerprint, shard_fingerprint
 from kvrelay.engine.load.model_source import DUMMY_SEED, ModelSource, causal_lm_class
 from kvrelay.engine.load.probe import (
@@ -340,9 +340,9 @@ def _make_dummy(source: ModelSource, attn_implementation: str) -> tuple[PreTrain
 
 
 def on_meta(source: ModelSource, attn_implementation: str = ATTENTION_NAME) -> PreTrainedModel:
-    """The whole model without values, which takes no memory."""
+    """The whole model without values, which takes no memory. Raises UnsupportedModel if transformers makes none."""
     register()
-    with torch.device("meta"):
+    with torch.device("meta"), refusing(source.name, "it cannot be loaded"):
         return _from_config(source, attn_implementation)
 
 

@@ -48,7 +48,7 @@ def read_config(name: str) -> PreTrainedConfig:
         ValueError: no model type, or one that transformers does not know.
         OSError: there is no such model.
     """
-    with _refusing(name, "its config cannot be read"):
+    with refusing(name, "its config cannot be read"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
         for each in (config, config.get_text_config(decoder=True)):
             each.return_dict = True
@@ -92,7 +92,7 @@ def read_part(
     """
     whole = _on_meta(config)
     plan = plan_part(whole, ranks)
-    with _refusing(name, "it cannot be loaded"):
+    with refusing(name, "it cannot be loaded"):
         state = sharded_state_dict(name, whole, plan)
     model, unused = _read(narrowed_class(type(whole), plan.reduce), name, plan.config(config), dtype, state)
     restore_class(model, type(whole))
@@ -111,7 +111,7 @@ def _read(
 ) -> tuple[PreTrainedModel, Collection[str]]:
     """Loads a model from its files, or from `state`. Returns it, and the names of the tensors that it does not use."""
     options: dict[str, Any] = {} if state is None else {"state_dict": state}
-    with _refusing(name, "it cannot be loaded"), _without_progress_bars():
+    with refusing(name, "it cannot be loaded"), _without_progress_bars():
         model, loaded = model_class.from_pretrained(
             name if state is None else None,
             config=config,
@@ -186,7 +186,7 @@ def _some(keys: Collection[str]) -> str:
 
 
 @contextmanager
-def _refusing(name: str, what: str) -> Iterator[None]:
+def refusing(name: str, what: str) -> Iterator[None]:
     """Turns other errors of transformers into one that names the file. OSError and ValueError name it already."""
     try:
         yield

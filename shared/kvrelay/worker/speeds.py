@@ -213,19 +213,21 @@ class SpeedMeter:
         rates = self.links.rates(now)
         if not rates:
             return None, {}
-        self._warn(self.links.rates(now, LEAST_LINK_BYTES))
+        self._warn_of_slow(now)
         typical = median_high(rates.values())
         return typical, {name: rate for name, rate in rates.items() if rate < SLOW_SHARE * typical}
 
-    def _warn(self, rates: dict[str, float]) -> None:
-        token_s = self.step_cost[1] if self.step_cost is not None else 0.0
-        for worker_id, rate in rates.items():
-            if worker_id not in self._slow and rate * token_s < self._kv_bytes_per_token:
+    def _warn_of_slow(self, now: float) -> None:
+        if self.step_cost is None or not self.step_cost[1]:
+            return  # how fast prompts are computed is not known
+        computed_bytes_s = self._kv_bytes_per_token / self.step_cost[1]
+        for worker_id, rate in self.links.rates(now, LEAST_LINK_BYTES).items():
+            if worker_id not in self._slow and rate < computed_bytes_s:
                 self._slow.add(worker_id)
                 log.warning(
                     "KV blocks reach %s at %.3g MB/s, and prompts are computed at up to %.3g MB/s of KV: handoffs wait "
                     "for this link; where decode computes a prompt sooner, routers hand over nothing",
                     worker_id,
                     rate / 1e6,
-                    self._kv_bytes_per_token / token_s / 1e6 if token_s else float("inf"),
+                    computed_bytes_s / 1e6,
                 )

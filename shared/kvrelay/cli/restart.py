@@ -9,8 +9,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from kvrelay.cli.stacks import POLL_S, READY, STATE_DIR, ProcessState, StackState, add_stack_flags, find_stack
-from kvrelay.cli.supervisor import DIED, STOPPED
+from kvrelay.cli.stacks import (
+    DIED,
+    POLL_S,
+    READY,
+    STATE_DIR,
+    STOPPED,
+    ProcessState,
+    StackState,
+    add_stack_flags,
+    find_stack,
+)
 from kvrelay.flag_parser import CommandFailed, FlagParser
 
 COSTS = {

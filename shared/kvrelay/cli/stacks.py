@@ -37,13 +37,13 @@ POLL_S = 0.1
 _FILE = "stack.json"
 
 
-READY = "ready"
-"""The state of a process that can take requests."""
+STARTING, READY, DIED, STOPPING, STOPPED = "starting", "ready", "died", "stopping", "stopped"
+"""States of a process; `kvrelay.cli.supervisor` says how they follow each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """A process of a stack. `state`: one of `kvrelay.cli.supervisor`."""
+    """A process of a stack."""
 
     name: str
     role: str
@@ -69,7 +69,7 @@ class StackState:
     @property
     def state(self) -> str:
         if not self.is_ready:
-            return "starting"
+            return STARTING
         return READY if all(process.state == READY for process in self.processes) else "not all ready"
 
     @property
@@ -208,15 +208,15 @@ def status(argv: Sequence[str]) -> int:
 
 
 def _description(stack: StackState, state_dir: Path) -> str:
-    width = max(len(process.name) for process in (*stack.processes, ProcessState("kvrelay up", "", None, "")))
+    processes = (ProcessState("kvrelay up", "", stack.pid, ""), *stack.processes)
+    width = max(len(process.name) for process in processes)
     lines = [
         f"{stack.url}  {stack.state}  {stack.model}",
         f"  logs   {state_dir / str(stack.port)}",
         f"  redis  {mask_password(stack.redis_url)}, prefix {stack.redis_prefix}",
-        f"  {'PROCESS':{width}}  ROLE     STATE          PID",
-        f"  {'kvrelay up':{width}}                   {stack.pid:8}",
+        f"  {'PROCESS':{width}}  {'ROLE':7}  {'STATE':8}  {'PID':>8}",
     ]
-    for process in stack.processes:
+    for process in processes:
         pid = "-" if process.pid is None else process.pid
         lines.append(f"  {process.name:{width}}  {process.role:7}  {process.state:8}  {pid:>8}")
     return "\n".join(lines)

@@ -26,7 +26,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from kvrelay.cli.stacks import READY, ProcessState
+from kvrelay.cli.stacks import DIED, READY, STARTING, STOPPED, STOPPING, ProcessState
 from kvrelay.flag_parser import CommandFailed
 from kvrelay.fleet import Registry, RegistryUnavailable
 from kvrelay.machine_memory import num_memory_kills
@@ -54,7 +54,6 @@ _CONFIGURATION = re.compile(r"\bconfiguration: ")
 
 # -- displays of their states -----------------------------------------------------------------------------------------
 
-STARTING, DIED, STOPPING, STOPPED = "starting", "died", "stopping", "stopped"
 STYLES = {READY: "green", DIED: "red", STOPPED: "dim", STOPPING: "yellow", STARTING: "yellow"}
 
 

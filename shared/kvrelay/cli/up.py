@@ -18,6 +18,7 @@ from kvrelay.cli.launch_plan import LOOPBACK, LaunchPlan, make_plan, parse_up_fl
 from kvrelay.cli.preflight import check_plan, find_models, hold_port, longest_sequence
 from kvrelay.cli.stacks import (
     DETACHED,
+    DIED,
     READY,
     InstanceLock,
     ProcessState,
@@ -26,7 +27,6 @@ from kvrelay.cli.stacks import (
     up_detached,
 )
 from kvrelay.cli.supervisor import (
-    DIED,
     Display,
     RouterReady,
     Service,

@@ -10,14 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kvrelay.cli.stacks import READY
+from kvrelay.cli.stacks import DIED, READY, STARTING
 from kvrelay.cli.supervisor import (
-    DIED,
     HEALTHY_AFTER_S,
     MAX_ERROR_COLUMNS,
     MAX_LOG_COLUMNS,
     MAX_LOG_LINES,
-    STARTING,
     Display,
     LiveDisplay,
     RestartPauses,
